@@ -1,0 +1,33 @@
+"""Agree before a collective: every rank proceeds, every rank skips, or every rank raises."""
+
+from consensus.agree import ControlRange, agree_range, agree_same, any_failed, fail_together
+from consensus.errors import (
+    ConsensusError,
+    Disagreement,
+    EnclosureError,
+    Failure,
+    GroupFailure,
+    LateRanks,
+    PhaseMismatch,
+)
+from consensus.groups import ControlGroup, control_device, control_group
+from consensus.preflight import preflight
+
+__all__ = [
+    "ConsensusError",
+    "ControlGroup",
+    "ControlRange",
+    "Disagreement",
+    "EnclosureError",
+    "Failure",
+    "GroupFailure",
+    "LateRanks",
+    "PhaseMismatch",
+    "agree_range",
+    "agree_same",
+    "any_failed",
+    "control_device",
+    "control_group",
+    "fail_together",
+    "preflight",
+]

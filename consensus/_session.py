@@ -1,0 +1,331 @@
+"""What one init_process_group owns: a store client, planning rounds, and channels to vote on.
+
+Channels are shared: every plan with the same members and rank sets votes on the same one, so two
+optimizers stepped in crossed order meet and are told, and many optimizers cost one group.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from consensus import _transport
+from consensus._planning import Planned, Verdict, plan, tally
+from consensus._protocol import decide
+from consensus._transport import Link, LinkBroken, Patience, StoreClient, StoreLink
+from consensus._wire import digest
+from consensus.enclosure import Plan, Scope, maximal
+from consensus.errors import EnclosureError, Failure
+from consensus.vote import Decision, Ranks, Vote
+
+TRIAL_S = 30.0  # a fresh gloo group must answer a known question within this
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """What the store says of an agreement that did not come about."""
+
+    late: Ranks  # have not posted that they reached it
+    phases: dict[int, str]  # where the late ones were last seen
+    failures: tuple[Failure, ...]  # what ranks that gave up had to report
+    seconds: float
+    reason: str
+
+
+class AgreementBroken(Exception):
+    """The agreement did not come about; carries what is known about the absent."""
+
+    def __init__(self, absence: Absence) -> None:
+        super().__init__(absence.reason)
+        self.absence = absence
+
+
+@dataclass(slots=True)
+class Channel:
+    """One control group: who votes on it, over which link, and how many votes it has held."""
+
+    name: str
+    members: Ranks
+    link: Link
+    sequence: int = 0
+    wounded: bool = False  # a failure was decided here, and no step has succeeded since
+    closed: str = ""  # why it can no longer be used
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    _data_groups: dict[Ranks, list[Any]] = field(default_factory=dict)
+
+    def watch(self, data_groups: Mapping[Ranks, Sequence[Any]]) -> None:
+        """Compare, after a failure, how far these groups have come on each rank of their scope."""
+        for ranks, groups in data_groups.items():
+            known = self._data_groups.setdefault(ranks, [])
+            known += [group for group in groups if group not in known]
+
+    def positions(self) -> tuple[tuple[Ranks, int], ...]:
+        """Return, for each scope, a digest of how many collectives its groups have seen."""
+        return tuple(
+            (ranks, digest(b"%d" % _sequence_number(group) for group in groups))
+            for ranks, groups in sorted(self._data_groups.items())
+        )
+
+
+class Session:
+    """State of this library between init_process_group and destroy_process_group."""
+
+    def __init__(self, default_group: Any) -> None:
+        self.rank: int = default_group.rank()
+        self.world_size: int = default_group.size()
+        store = distributed_c10d._get_default_store()
+        if store is None:
+            raise EnclosureError(
+                "this job has no store (MPI); a control group cannot be planned without one"
+            )
+        self._store = store
+        self._client = StoreClient(store)
+        self._rounds: Counter[Ranks] = Counter()
+        self._plans: dict[tuple[Scope, ...], Planned] = {}
+        self._channels: dict[tuple[Ranks, tuple[Ranks, ...], str], Channel] = {}
+        self.lock = threading.RLock()
+        weakref.finalize(default_group, self._client.close)
+
+    def plan(self, scopes: Sequence[Scope], *, patience: Patience) -> Planned:
+        """Plan with every rank these scopes tie this one to; they must all call.
+
+        Raises:
+            AgreementBroken: Some of them did not come.
+        """
+        own = maximal(scope.ranks for scope in scopes)
+        protocol = plan(scopes, rank=self.rank, rounds=self._rounds)
+        names = [f"plan/{self._rounds[ranks]}" for ranks in own]
+        key = "+".join(names)
+        patience.on_wait = lambda: self._post(key, 0, patience.phase, ())
+        with self.lock:
+            try:
+                planned = _transport.drive_store(protocol, self._client, patience)
+            except LinkBroken as broken:
+                ranks = tuple(sorted({rank for scope in own for rank in scope}))
+                raise AgreementBroken(self._absence(key, ranks, 0, patience, broken)) from None
+            self._rounds.update(own)
+        return planned
+
+    def plan_once(self, scopes: tuple[Scope, ...], *, patience: Patience) -> Planned:
+        """Return the plan for scopes that a caller names; handed out again without planning.
+
+        One named scope is its own plan: its members call with the same one by contract.
+        """
+        if len(scopes) == 1 and not scopes[0].manifest:
+            return Planned(Plan(scopes[0].ranks))
+        if scopes not in self._plans:
+            self._plans[scopes] = self.plan(scopes, patience=patience)
+        return self._plans[scopes]
+
+    def channel(self, plan: Plan, backend: str, inherited: Link | None) -> Channel:
+        """Return the channel of a plan; made, tried and agreed on by all members the first time.
+
+        Raises:
+            AgreementBroken: A member did not come.
+            EnclosureError: The members derived different plans, or there is nothing to inherit.
+        """
+        key = (plan.members, plan.sets, backend)
+        with self.lock:
+            if key not in self._channels:
+                self._channels[key] = self._make_channel(plan, backend, inherited)
+            return self._channels[key]
+
+    def vote(self, vote: Vote, plan: Plan, channel: Channel, *, patience: Patience) -> Decision:
+        """Hold one agreement; every member of the plan must call.
+
+        Raises:
+            AgreementBroken: It did not come about; the channel is closed.
+        """
+        with channel.lock:
+            if channel.closed:
+                raise AgreementBroken(Absence((), {}, (), 0.0, channel.closed))
+            ballot = plan.ballot(rank=self.rank, sequence=channel.sequence)
+            failures = vote.failures
+            vote = replace(vote, positions=channel.positions)
+            patience.on_wait = lambda: self._post(
+                channel.name, ballot.sequence, patience.phase, failures
+            )
+            patience.on_soft = lambda seconds: self._warn(channel, ballot.sequence, patience)
+            channel.sequence += 1
+            try:
+                return _transport.drive(decide(vote, ballot), channel.link, patience)
+            except LinkBroken as broken:
+                self.close(channel, str(broken))
+                patience.on_wait()
+                absence = self._absence(
+                    channel.name, channel.members, ballot.sequence, patience, broken
+                )
+                raise AgreementBroken(absence) from None
+            except BaseException as interrupted:  # Ctrl-C while waiting: nobody may wait for us
+                self.close(channel, f"interrupted by {type(interrupted).__name__}")
+                raise
+
+    def close(self, channel: Channel, reason: str) -> None:
+        """Close a channel for good: peers that wait in it get an error instead of a timeout."""
+        channel.closed = channel.closed or reason
+        channel.link.close()
+
+    # ---- making a channel ----
+
+    def _make_channel(self, plan: Plan, backend: str, inherited: Link | None) -> Channel:
+        members = plan.members
+        key = f"channel/{plan.key:016x}"
+        met = self._tally(key, members, digest([plan.key.to_bytes(8, "little"), backend.encode()]))
+        if not met.same:
+            raise EnclosureError(
+                f"ranks {list(members)} want different control groups; they must pass the same "
+                "backend and hold the same meshes"
+            )
+        name = f"{key}/{met.nonce}"  # a nonce: never reused, not even after a restart
+        if backend == "inherit":
+            if inherited is None:
+                raise EnclosureError(
+                    f"backend='inherit' needs a process group of exactly ranks {list(members)}; "
+                    "none is known. Name one, or use 'auto'."
+                )
+            return Channel(name, members, inherited)
+        by_store = StoreLink(self._client, name, members, self.rank)
+        if backend == "store":
+            return Channel(name, members, by_store)
+        link, reason = self._try_gloo(name, members)
+        if self._tally(f"{name}/trial", members, 1 if link is not None else 2).same and link:
+            return Channel(name, members, link)
+        if link is not None:
+            link.close()
+        _transport.logger.warning(
+            "no gloo control group for ranks %s (%s); votes go over the store, which is slower "
+            "for many ranks. If a rank has several network interfaces, set GLOO_SOCKET_IFNAME.",
+            list(members),
+            reason or "it failed on another rank",
+        )
+        return Channel(name, members, by_store)
+
+    def _tally(self, key: str, members: Ranks, value: int) -> Verdict:
+        patience = Patience("making the control group", hard=data_plane_timeout())
+        patience.on_wait = lambda: self._post(key, 0, patience.phase, ())
+        protocol = tally(key, members, value, nonce=secrets.token_hex(8))
+        try:
+            return _transport.drive_store(protocol, self._client, patience)
+        except LinkBroken as broken:
+            raise AgreementBroken(self._absence(key, members, 0, patience, broken)) from None
+
+    def _try_gloo(self, name: str, members: Ranks) -> tuple[Link | None, str]:
+        """Make a gloo link and ask it a question whose answer is known."""
+        if not dist.is_gloo_available():
+            return None, "this torch has no gloo"
+        index = members.index(self.rank)
+        size = len(members)
+        try:
+            link = _transport.make_gloo(self._store, name, members, self.rank)
+            asked = (index + 1, size - index)
+            got = tuple(link.all_reduce_max(asked, Patience("control group trial", hard=TRIAL_S)))
+        except (RuntimeError, LinkBroken) as error:
+            return None, str(error)
+        if got != (size, size):
+            return None, f"expected ({size}, {size}) from a MAX over int64; got {got}"
+        return link, ""
+
+    # ---- who is late, and where ----
+
+    def _post(self, name: str, sequence: int, phase: str, failures: tuple[Failure, ...]) -> None:
+        said = [[f.rank, f.type_name, f.message, list(f.type_names)] for f in failures[:4]]
+        value = json.dumps([sequence, phase, said]).encode()
+        try:
+            self._client.put(f"{name}/at/{self.rank}", value, _brief_patience())
+        except LinkBroken:
+            return  # naming is a service; the wait itself has its own end
+
+    def _posts(self, name: str, members: Ranks) -> dict[int, tuple[int, str, list[Any]]]:
+        posts = {}
+        patience = _brief_patience()
+        for rank in members:
+            data = self._client.peek(f"{name}/at/{rank}", patience)
+            if data is not None:
+                posts[rank] = tuple(json.loads(data))
+        return posts
+
+    def _warn(self, channel: Channel, sequence: int, patience: Patience) -> None:
+        try:
+            posts = self._posts(channel.name, channel.members)
+        except LinkBroken:
+            posts = {}
+        here = {rank for rank, (at, *_) in posts.items() if at >= sequence} | {self.rank}
+        late = tuple(rank for rank in channel.members if rank not in here)
+        _transport.warn_late(patience.phase, late, patience.waited)
+
+    def _absence(
+        self, name: str, members: Ranks, sequence: int, patience: Patience, broken: LinkBroken
+    ) -> Absence:
+        """Ask the store who came; peers that met the same error need a moment to post."""
+        seconds, reason = patience.waited, str(broken)
+        until = time.monotonic() + (0.0 if broken.expired else _transport.NAMING_S / 2)
+        posts: dict[int, tuple[int, str, list[Any]]] = {}
+        while True:
+            try:
+                posts = self._posts(name, members)
+            except LinkBroken as silent:
+                reason = f"{reason}; {silent}"
+                break
+            here = {rank for rank, (at, *_) in posts.items() if at >= sequence} | {self.rank}
+            if len(here) == len(members) or time.monotonic() >= until:
+                break
+            threading.Event().wait(0.05)
+        here = {rank for rank, (at, *_) in posts.items() if at >= sequence} | {self.rank}
+        late = tuple(rank for rank in members if rank not in here)
+        failures = tuple(
+            Failure(rank, kind, message, "", tuple(names))
+            for at, _, said in posts.values()
+            if at == sequence
+            for rank, kind, message, names in said
+        )
+        phases = {rank: posts[rank][1] if rank in posts else "unknown" for rank in late}
+        return Absence(late, phases, failures, seconds, reason)
+
+
+def _brief_patience() -> Patience:
+    return Patience("looking up late ranks", hard=_transport.NAMING_S)
+
+
+def _sequence_number(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
+
+
+_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+_sessions_lock = threading.Lock()
+
+
+def current_session() -> Session | None:
+    """Return the session of the default process group, or None when not distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    default_group = distributed_c10d._get_default_group()
+    if default_group.size() == 1:
+        return None
+    with _sessions_lock:
+        session = _sessions.get(default_group)
+        if session is None:
+            session = _sessions[default_group] = Session(default_group)
+        return session
+
+
+def data_plane_timeout() -> float:
+    """Return the default group's own timeout in seconds: the hard deadline of a vote."""
+    default_group = distributed_c10d._get_default_group()
+    for device in default_group._device_types:
+        options = getattr(default_group._get_backend(device), "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())
+    return float(distributed_c10d.default_pg_timeout.total_seconds())

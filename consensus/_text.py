@@ -1,0 +1,69 @@
+"""Exceptions and rank lists as bounded text: nothing here can raise on a hostile exception."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+MESSAGE_LIMIT = 4096  # bytes of one exception's message
+TRACEBACK_LIMIT = 8192  # bytes of one formatted traceback; the end is what a reader needs
+
+
+def type_names(kind: type[BaseException]) -> tuple[str, ...]:
+    """Return qualified names of ``kind`` and its bases, the class itself first."""
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[:-1])
+
+
+def short_name(kind: type[BaseException]) -> str:
+    """Return "ValueError" for built-ins, else "package.Name" without the modules between."""
+    root = kind.__module__.split(".", 1)[0]
+    return kind.__qualname__ if root == "builtins" else f"{root}.{kind.__qualname__}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return ``str(error)``, or a remark when the exception cannot say what it is."""
+    try:
+        return bounded(str(error), MESSAGE_LIMIT)
+    except Exception as broken:  # a broken __str__ must not hide the failure
+        return f"<{short_name(type(error))} whose text raised {short_name(type(broken))}>"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the end of the formatted traceback, at most :data:`TRACEBACK_LIMIT` bytes."""
+    try:
+        lines = traceback.format_tb(error.__traceback__)
+    except Exception:  # source files can vanish, frames can be odd; the message still stands
+        return ""
+    text = "".join(lines)
+    data = text.encode("utf-8", "backslashreplace")
+    return data[-TRACEBACK_LIMIT:].decode("utf-8", "ignore")
+
+
+def bounded(text: str, limit: int) -> str:
+    """Return ``text`` as valid Unicode of at most ``limit`` UTF-8 bytes, marked where cut."""
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) <= limit:
+        return data.decode("utf-8")
+    mark = f"... ({len(data)} bytes in all)"
+    return data[: limit - len(mark)].decode("utf-8", "ignore") + mark
+
+
+def join_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2, 5": runs are shortened, long lists are cut."""
+    if not ranks:
+        return "no rank"
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [f"{a}" if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs[:16]]
+    more = "" if len(runs) <= 16 else f", ... ({len(ordered)} ranks in all)"
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def ranks_are(ranks: Sequence[int]) -> str:
+    """Return the verb that agrees with the number of ranks."""
+    return "is" if len(ranks) == 1 else "are"

@@ -1,0 +1,85 @@
+"""From a decision to the error that every rank raises."""
+
+from __future__ import annotations
+
+from consensus._session import AgreementBroken
+from consensus._text import join_ranks
+from consensus.errors import (
+    ConsensusError,
+    Disagreement,
+    Failure,
+    GroupFailure,
+    LateRanks,
+    PhaseMismatch,
+)
+from consensus.vote import Decision, Difference, Vote
+
+MAX_LINES = 8  # further differences listed in a message
+
+
+def error_of(decision: Decision, vote: Vote) -> ConsensusError | None:
+    """Return what every rank must raise, or None when all may proceed.
+
+    A failure outranks a phase mismatch, which outranks a disagreement about values.
+    """
+    if decision.failures:
+        return GroupFailure(
+            vote.phase,
+            decision.failures,
+            recoverable=decision.same_position,
+            fatal=decision.fatal,
+            phases=dict(decision.phases),
+        )
+    if decision.phases:
+        return PhaseMismatch(dict(decision.phases))
+    if decision.differences:
+        return _disagreement(vote.phase, decision.differences)
+    return None
+
+
+def raise_if_decided(decision: Decision, vote: Vote) -> None:
+    """Raise what the group decided, if it decided to stop."""
+    error = error_of(decision, vote)
+    if error is not None:
+        raise error
+
+
+def late_ranks(phase: str, broken: AgreementBroken) -> LateRanks:
+    """Return the error for an agreement that did not come about."""
+    absent = broken.absence
+    return LateRanks(
+        phase, absent.late, absent.phases, seconds=absent.seconds, reason=absent.reason
+    )
+
+
+def broken_error(vote: Vote, own: tuple[Failure, ...], broken: AgreementBroken) -> ConsensusError:
+    """Return the error for an agreement that did not come about, root causes first.
+
+    A rank that failed must raise its own failure, not the transport's; a rank whose peer reported
+    a failure before it gave up must raise that one.
+    """
+    absent = broken.absence
+    failures = {failure.rank: failure for failure in (*absent.failures, *own)}
+    if failures:
+        return GroupFailure(
+            vote.phase,
+            tuple(failures[rank] for rank in sorted(failures)),
+            recoverable=False,
+            late_ranks=absent.late,
+            advice=f"the agreement did not come about ({absent.reason}).",
+        )
+    return late_ranks(vote.phase, broken)
+
+
+def _disagreement(phase: str, differences: tuple[Difference, ...]) -> Disagreement:
+    first, *others = differences
+    more = [
+        f"also {other.name}: "
+        + "; ".join(f"{value} on {join_ranks(ranks)}" for value, ranks in other.values)
+        for other in others[: MAX_LINES - 1]
+    ]
+    if len(others) >= MAX_LINES:
+        more.append(f"and {len(others) - MAX_LINES + 1} more differences")
+    return Disagreement(
+        phase, first.name, dict(first.values), more=tuple(more), advice=first.advice
+    )

@@ -1,0 +1,347 @@
+"""Where a caller enters: any_failed, agree_range, agree_same, fail_together.
+
+All are the same protocol: one vote, one decision, the same outcome on every rank.
+
+[Note: an error that was decided together passes]
+An error that a group decided on inside a block has already been raised on every rank of that
+group. The blocks around it, on the same group, do not vote again: some ranks may have decided
+while they were leaving the outer block, so a second vote would find nobody there. If the caller
+swallows the error inside such a block, the block raises it at its end, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from consensus import _seams
+from consensus._compile import untraced
+from consensus._session import AgreementBroken, Channel
+from consensus._text import bounded, message_of, short_name, traceback_of, type_names
+from consensus._verdict import broken_error, error_of
+from consensus.errors import ConsensusError, Failure, GroupFailure
+from consensus.groups import ControlGroup, Source, control_device, control_group
+from consensus.vote import Decision, Fact, Number, RangeOf, Vote
+
+FAILED_WAIT_S = 30.0  # how long a rank that failed waits for its peers before it raises alone
+FATAL_WAIT_S = 2.0  # the same for KeyboardInterrupt, SystemExit and their like
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRange:
+    """Lowest and highest value of each control over the group, in the order they were given."""
+
+    minimum: tuple[Number, ...]
+    maximum: tuple[Number, ...]
+    disagreeing: tuple[str, ...]  # names of the controls that are not equal on all ranks
+
+    @property
+    def unanimous(self) -> bool:
+        """Whether every control is equal on all ranks; NaN equals NaN, 1 equals 1.0."""
+        return not self.disagreeing
+
+
+@untraced
+def any_failed(
+    failed: bool | Tensor,
+    group: Source = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: float | None = None,
+) -> bool:
+    """Return whether ``failed`` is true on any member, the same on every member.
+
+    Args:
+        failed: This rank's flag; a one-element tensor is read.
+        group: A ControlGroup, process group, mesh, optimizer or None for all ranks.
+        device: Checked against what the group can carry; control tensors live where
+            :func:`control_device` says.
+        timeout: Hard deadline in seconds; None is the group's own.
+
+    Returns:
+        ``failed`` unchanged when not distributed or alone.
+
+    Raises:
+        PhaseMismatch: A member is in another agreement.
+        LateRanks: A member did not come.
+
+    Collectives:
+        One all_reduce(MAX) of 2 int64 when all flags are equal, a second when they are not.
+        Every member must call.
+    """
+    found = _agree_ranges("any_failed", [("failed", bool(failed))], group, device, timeout)
+    return bool(found[0].maximum)
+
+
+@untraced
+def agree_range(
+    values: Iterable[Number | Tensor],
+    group: Source = None,
+    *,
+    names: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    timeout: float | None = None,
+) -> ControlRange:
+    """Return minimum and maximum of each value over the group, exactly.
+
+    NaN on any rank is that control's maximum; -0.0 equals 0.0; ints up to int64 and floats
+    compare by value. Values that differ are no failure.
+
+    Args:
+        values: Ints that fit int64, floats, bools, one-element tensors; equally many everywhere.
+        group: As in :func:`any_failed`.
+        names: One a value, for messages and :attr:`ControlRange.disagreeing`.
+        device: As in :func:`any_failed`.
+        timeout: Hard deadline in seconds; None is the group's own.
+
+    Raises:
+        ValueError: An int outside int64, a tensor of another size, or unequal numbers of names.
+        PhaseMismatch: A member is in another agreement.
+        LateRanks: A member did not come.
+
+    Collectives:
+        One all_reduce(MAX) of 2 int64 when all are equal; a second of 23 int64 a rank when not;
+        a third when there are more than 8 values. Every member must call.
+    """
+    numbers = [scalar(value) for value in values]
+    labels = list(names) if names is not None else [f"value {i}" for i in range(len(numbers))]
+    if len(labels) != len(numbers):
+        raise ValueError(f"expected one name a value; got {len(labels)} for {len(numbers)} values")
+    listed = list(zip(labels, numbers, strict=True))
+    found = _agree_ranges(f"agree_range({', '.join(labels)})", listed, group, device, timeout)
+    return ControlRange(
+        minimum=tuple(item.minimum for item in found),
+        maximum=tuple(item.maximum for item in found),
+        disagreeing=tuple(item.name for item in found if not item.unanimous),
+    )
+
+
+@untraced
+def agree_same(
+    value: Any,
+    group: Source = None,
+    *,
+    name: str = "value",
+    device: torch.device | str | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Raise :class:`Disagreement` on every member unless all bring an equal ``value``.
+
+    Args:
+        value: bytes, an int digest, or anything that JSON can hold.
+        group: As in :func:`any_failed`.
+        name: What it is, for the message.
+        device: As in :func:`any_failed`.
+        timeout: Hard deadline in seconds; None is the group's own.
+
+    Raises:
+        Disagreement: Two members bring different values; the message says who holds what.
+        TypeError: JSON cannot hold ``value``.
+        PhaseMismatch: A member is in another agreement.
+        LateRanks: A member did not come.
+
+    Collectives:
+        One all_reduce(MAX) of 2 int64 when all are equal; two more when not. Every member must
+        call.
+    """
+    control = _resolve(group, device)
+    fact = same_fact(name, value)
+    if not control.is_local:
+        hold(control, Vote(f"agree_same({name})", facts=(fact,)), timeout=timeout)
+
+
+class fail_together:
+    """A block that ends in one agreement: if it raised on any rank, every rank raises.
+
+    Collectives:
+        On leaving: one all_reduce(MAX) of 2 int64 when no rank failed; two more when one did.
+        The first block on a group also plans (see :meth:`ControlGroup.prepare`). Every member
+        must enter.
+
+    Raises:
+        GroupFailure: On every member; the original exception is the ``__cause__`` where it was
+            raised. KeyboardInterrupt and the like are told to the peers, then raised as they are.
+        LateRanks: A member did not come. A rank that failed waits at most 30 seconds (2 after a
+            KeyboardInterrupt) for the others, then raises its own failure and names them.
+    """
+
+    def __init__(self, phase: str, group: Source = None, *, timeout: float | None = None) -> None:
+        """Name the block, the same on every rank, and who must agree on how it ended."""
+        self.phase = phase
+        self._source = group
+        self._timeout = timeout
+
+    @untraced
+    def __enter__(self) -> fail_together:
+        """Plan the group if that has not been done; every member does."""
+        self._group = control_group(self._source).prepare(self._timeout)
+        self._open = open_phase(self._group)
+        _seams.reach(f"{self.phase}: enter")
+        return self
+
+    @untraced
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        """Vote on how the block ended."""
+        self._open.leave()
+        if self._group.is_local or self._open.passes(error):
+            return False
+        vote = Vote(self.phase)
+        hold(self._group, vote, error=error, timeout=self._timeout)
+        return False
+
+
+# ---- one agreement ----
+
+
+def hold(
+    group: ControlGroup,
+    vote: Vote,
+    *,
+    error: BaseException | None = None,
+    timeout: float | None = None,
+) -> Decision:
+    """Hold one agreement and raise what the group decides; ``error`` is this rank's own failure."""
+    if not _seams.agreement:
+        return Decision(0, ranges=tuple(RangeOf(n, value, value) for n, value in vote.ranges))
+    fatal = error is not None and not isinstance(error, Exception)
+    if error is not None:
+        failures = failures_of(error, torch.distributed.get_rank(), vote.phase)
+        vote = Vote(vote.phase, failures, fatal, vote.facts, vote.ranges)
+        patience = FATAL_WAIT_S if fatal else FAILED_WAIT_S
+        timeout = min(patience, group.hard_deadline if timeout is None else timeout)
+    try:
+        decision = group.vote(vote, timeout=timeout)
+        decided = error_of(decision, vote)
+    except AgreementBroken as broken:
+        decision, decided = None, broken_error(vote, vote.failures, broken)
+    if isinstance(decided, GroupFailure) and group.channel is not None:
+        group.channel.wounded = True
+        if decided.fatal:
+            group.close("a rank left for good")
+    if fatal:
+        assert error is not None
+        raise error
+    if decided is not None:
+        _decide_enclosing(group.channel, decided)
+        raise decided from error
+    assert decision is not None
+    return decision
+
+
+def failures_of(error: BaseException, rank: int, phase: str) -> tuple[Failure, ...]:
+    """Return what this rank reports: its exception, or the root causes a nested group found."""
+    if isinstance(error, GroupFailure) and error.failures:
+        return error.failures
+    return (
+        Failure(
+            rank,
+            short_name(type(error)),
+            message_of(error),
+            traceback_of(error),
+            type_names(type(error)),
+            phase,
+        ),
+    )
+
+
+def same_fact(name: str, value: Any) -> Fact:
+    """Return a fact that holds ``value``, to be equal on all members."""
+    if isinstance(value, bytes):
+        key, shown = value, f"{len(value)} bytes, {hashlib.sha256(value).hexdigest()[:12]}"
+    else:
+        text = json.dumps(value, sort_keys=True)
+        key, shown = text.encode(), bounded(text, 200)
+    if len(key) > 32:
+        key = hashlib.blake2b(key, digest_size=32).digest()
+    return Fact(name, key, lambda: {"": shown})
+
+
+def scalar(value: Number | Tensor) -> Number:
+    """Return a number; a one-element tensor is read, which waits for its device."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"expected a one-element tensor; got {value.shape=}")
+        item: Number = value.item()
+        return item
+    return value
+
+
+def _agree_ranges(
+    phase: str,
+    ranges: list[tuple[str, Number]],
+    group: Source,
+    device: torch.device | str | None,
+    timeout: float | None,
+) -> tuple[RangeOf, ...]:
+    control = _resolve(group, device)
+    if control.is_local:
+        return tuple(RangeOf(name, value, value) for name, value in ranges)
+    return hold(control, Vote(phase, ranges=tuple(ranges)), timeout=timeout).ranges
+
+
+def _resolve(group: Source, device: torch.device | str | None) -> ControlGroup:
+    control = control_group(group).prepare()
+    if device is not None and not control.is_local:
+        control_device(group, hint=device)
+    return control
+
+
+# ---- blocks that are open on this thread ----
+
+
+class OpenPhase:
+    """A block that has been entered; see [Note: an error that was decided together passes]."""
+
+    def __init__(self, channel: Channel | None) -> None:
+        self.channel = channel
+        self.decided: ConsensusError | None = None
+
+    def leave(self) -> None:
+        """Forget the block and any left open inside of it."""
+        stack = _stack()
+        if self in stack:
+            del stack[stack.index(self) :]
+
+    def passes(self, error: BaseException | None) -> bool:
+        """Return whether ``error`` passes without a vote; raise one that was swallowed."""
+        if self.decided is None:
+            return False
+        if error is None or (isinstance(error, Exception) and error is not self.decided):
+            raise self.decided from error
+        return True
+
+
+def open_phase(group: ControlGroup) -> OpenPhase:
+    """Enter a block on ``group``."""
+    phase = OpenPhase(group.channel)
+    _stack().append(phase)
+    return phase
+
+
+def _decide_enclosing(channel: Channel | None, decided: ConsensusError) -> None:
+    for phase in _stack():
+        if phase.channel is channel and channel is not None:
+            phase.decided = decided
+
+
+_local = threading.local()
+
+
+def _stack() -> list[OpenPhase]:
+    if not hasattr(_local, "phases"):
+        _local.phases = []
+    stack: list[OpenPhase] = _local.phases
+    return stack

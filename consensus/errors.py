@@ -1,0 +1,218 @@
+"""What a caller can meet: one family of errors, the same class on every rank of a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from consensus._text import join_ranks, ranks_are, type_names
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What one rank reported: its exception as text, since any exception must survive the trip."""
+
+    rank: int  # global
+    type_name: str  # "ValueError", "torch.OutOfMemoryError"
+    message: str  # str(exception), bounded
+    traceback: str  # formatted, bounded; empty when the exception has none
+    type_names: tuple[str, ...] = ()  # qualified names along the MRO, for caused_by
+    phase: str = ""  # where this rank was
+
+    def headline(self) -> str:
+        """Return "ValueError: boom", or the type alone when there is no message."""
+        return f"{self.type_name}: {self.message}" if self.message else self.type_name
+
+
+class ConsensusError(RuntimeError):
+    """Base of every error this library raises about a group of ranks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by state: the keyword arguments of the subclasses are not in ``args``."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[ConsensusError], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class GroupFailure(ConsensusError):
+    """At least one rank failed in a phase, so every rank of the group raises this.
+
+    On a failing rank the original exception is ``__cause__``. The text of the original errors
+    is part of ``args[0]``, so a caller that matches on the message still finds it.
+
+    Attributes:
+        phase: The phase this rank was in.
+        failures: One :class:`Failure` a failing rank, ordered by rank.
+        recoverable: False when the ranks' data-plane groups are not in the same position, when a
+            rank is gone or late, or when the failure was fatal: training must not go on.
+        fatal: A rank is leaving for good (KeyboardInterrupt, SystemExit, ...).
+        phases: Where every rank was, when not all were in the same phase.
+        late_ranks: Ranks that never came to this agreement.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        failures: tuple[Failure, ...],
+        *,
+        recoverable: bool = True,
+        fatal: bool = False,
+        phases: Mapping[int, str] | None = None,
+        late_ranks: tuple[int, ...] = (),
+        advice: str = "",
+    ) -> None:
+        """Compose the message; every argument is kept as an attribute."""
+        self.phase = phase
+        self.failures = failures
+        self.recoverable = recoverable and not fatal and not late_ranks
+        self.fatal = fatal
+        self.phases = dict(phases or {})
+        self.late_ranks = late_ranks
+        super().__init__(self._compose(advice))
+
+    def caused_by(self, kind: type[BaseException]) -> bool:
+        """Return whether any rank failed with ``kind`` or a subclass; equal on all ranks."""
+        name = type_names(kind)[0]
+        return any(name in failure.type_names for failure in self.failures)
+
+    def _compose(self, advice: str) -> str:
+        ranks = tuple(failure.rank for failure in self.failures)
+        lines = [f"{self.phase} failed on {join_ranks(ranks)}, so every rank of the group stops"]
+        for text, same in _by_headline(self.failures).items():
+            lines.append(f"  {join_ranks(same)}: {text}")
+        if len(set(self.phases.values())) > 1:
+            lines += [
+                f"  {join_ranks(where)} {ranks_are(where)} in {phase!r}"
+                for phase, where in _invert(self.phases).items()
+            ]
+        if self.late_ranks:
+            lines.append(f"  {join_ranks(self.late_ranks)} did not come to this agreement")
+        if not self.recoverable:
+            lines.append("  The group cannot go on: " + (advice or _why_not(self)))
+        return "\n".join(lines)
+
+
+def _why_not(error: GroupFailure) -> str:
+    if error.fatal:
+        return "a rank is leaving for good."
+    if error.late_ranks:
+        return "the ranks are not in the same place; restart from a checkpoint."
+    return (
+        "the data-plane groups are not at the same collective on all ranks; "
+        "restart from a checkpoint."
+    )
+
+
+class Disagreement(ConsensusError):
+    """Ranks that must hold equal values do not; raised on every rank, nothing was written.
+
+    Attributes:
+        phase: The phase in which it was found.
+        name: What differs ("options: group 0 lr", "gradients: layers.3.weight").
+        values: The value as text -> the ranks that hold it.
+        minimum: Smallest of the values when they are numbers, else None.
+        maximum: Largest of the values when they are numbers, else None.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        name: str,
+        values: Mapping[str, tuple[int, ...]],
+        *,
+        more: tuple[str, ...] = (),
+        advice: str = "",
+    ) -> None:
+        """Compose the message from the first difference and the lines of further ones."""
+        self.phase = phase
+        self.name = name
+        self.values = dict(values)
+        self.minimum, self.maximum = _ends(self.values)
+        shown = "; ".join(f"{value} on {join_ranks(ranks)}" for value, ranks in values.items())
+        lines = [f"{phase}: ranks disagree about {name}: {shown}", *(f"  {line}" for line in more)]
+        super().__init__("\n".join([*lines, *([f"  {advice}"] if advice else [])]))
+
+
+class PhaseMismatch(ConsensusError):
+    """Ranks met in one agreement while they were in different phases of the program.
+
+    Attributes:
+        phases: Rank -> the phase it was in, for every rank of the group.
+    """
+
+    def __init__(self, phases: Mapping[int, str]) -> None:
+        """Compose the message, ranks grouped by phase."""
+        self.phases = dict(phases)
+        where = "; ".join(
+            f"{join_ranks(ranks)} {ranks_are(ranks)} in {phase!r}"
+            for phase, ranks in _invert(phases).items()
+        )
+        super().__init__(
+            f"ranks met in different phases: {where}. "
+            "Every rank must reach the same agreements in the same order."
+        )
+
+
+class LateRanks(ConsensusError):
+    """Ranks did not come to an agreement before its deadline, or are gone.
+
+    Attributes:
+        phase: The phase in which this rank waited.
+        ranks: The ranks that did not come.
+        phases: Rank -> the phase it last posted ("unknown" when it never had to wait).
+        seconds: How long this rank waited.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        ranks: tuple[int, ...],
+        phases: Mapping[int, str] | None = None,
+        *,
+        seconds: float = 0.0,
+        reason: str = "",
+    ) -> None:
+        """Compose the message; ``reason`` is the transport's own text, if it gave one."""
+        self.phase = phase
+        self.ranks = ranks
+        self.phases = dict(phases or {})
+        self.seconds = seconds
+        who = join_ranks(ranks) if ranks else "an unknown rank"
+        lines = [f"{phase}: {who} did not come within {seconds:.1f} s"]
+        lines += [f"  rank {rank} was last seen in {at}" for rank, at in self.phases.items()]
+        if reason:
+            lines.append(f"  the transport said: {reason}")
+        super().__init__("\n".join(lines))
+
+
+class EnclosureError(ConsensusError):
+    """No control group can enclose the ranks that are about to meet in collectives."""
+
+
+def _by_headline(failures: tuple[Failure, ...]) -> dict[str, tuple[int, ...]]:
+    """Collapse equal errors: what was said -> the ranks that said it."""
+    said: dict[str, tuple[int, ...]] = {}
+    for failure in failures:
+        said[failure.headline()] = (*said.get(failure.headline(), ()), failure.rank)
+    return said
+
+
+def _invert(phases: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    where: dict[str, tuple[int, ...]] = {}
+    for rank, phase in sorted(phases.items()):
+        where[phase] = (*where.get(phase, ()), rank)
+    return where
+
+
+def _ends(values: Mapping[str, tuple[int, ...]]) -> tuple[float | None, float | None]:
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        return None, None
+    return min(numbers), max(numbers)

@@ -1,0 +1,357 @@
+"""Control groups: reads torch's facts (meshes, DTensors, backends), plans, and votes.
+
+Nothing here communicates in a constructor or a property: some programs build an optimizer only to
+look at it, on one rank. Planning happens at the first agreement or in :meth:`ControlGroup.prepare`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from consensus import placement
+from consensus._manifest import Manifest, read_manifest
+from consensus._session import (
+    AgreementBroken,
+    Channel,
+    Session,
+    current_session,
+    data_plane_timeout,
+)
+from consensus._transport import GroupLink, Patience
+from consensus._verdict import late_ranks, raise_if_decided
+from consensus.enclosure import Plan, Scope, components, rank_set
+from consensus.errors import Disagreement, EnclosureError
+from consensus.vote import Decision, Ranks, Vote
+
+Source: TypeAlias = Any  # optimizer, parameter groups, parameters, meshes, process groups, None
+
+BACKENDS = ("auto", "gloo", "store", "inherit")
+SOFT_DEADLINE_S = 60.0
+
+
+class ControlGroup:
+    """The ranks whose fates are tied to this one's, and the private group they vote in.
+
+    Attributes:
+        ranks: Global ranks, sorted. Before planning, those this rank can see by itself; planning
+            may find more, through peers whose scopes overlap.
+        world_size: How many ranks that is; 1 when nothing is distributed.
+    """
+
+    def __init__(self, source: Source, *, timeout: float | None, backend: str) -> None:
+        """Read which ranks ``source`` spans; use :func:`control_group` instead."""
+        if backend not in BACKENDS:
+            raise ValueError(f"expected backend to be one of {BACKENDS}; got {backend!r}")
+        self._optimizer = weakref.ref(source) if isinstance(source, Optimizer) else None
+        self._source = None if isinstance(source, Optimizer) else source
+        self._timeout = timeout
+        self._backend = backend
+        self._manifest: Manifest | None = None
+        self._session: Session | None = current_session()
+        self._plan: Plan | None = None
+        self._channel: Channel | None = None
+        self._scopes: tuple[Scope, ...] = ()
+        self._read()
+
+    @property
+    def ranks(self) -> Ranks:
+        """Global ranks that vote together, sorted."""
+        if self._plan is not None:
+            return self._plan.members
+        own = dist.get_rank() if self._scopes else 0
+        found = components(scope.ranks for scope in self._scopes)
+        return next((ranks for ranks in found if own in ranks), (own,))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that vote together."""
+        return len(self.ranks)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is nobody to agree with: no group is made and nothing is sent."""
+        return not self._scopes
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the control tensors."""
+        return self._channel.link.device if self._channel else torch.device("cpu")
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The parameters as last read, when the source is an optimizer or parameters."""
+        return self._manifest
+
+    @property
+    def hard_deadline(self) -> float:
+        """Seconds a vote waits for late ranks: the ``timeout`` given, else the data plane's."""
+        return self._timeout if self._timeout is not None else data_plane_timeout()
+
+    def prepare(self, timeout: float | None = None) -> ControlGroup:
+        """Plan and connect now instead of at the first agreement; later calls do nothing.
+
+        Args:
+            timeout: Seconds to wait for late ranks; None is the group's own deadline.
+
+        Raises:
+            LateRanks: A rank that must take part did not come.
+            Disagreement: Ranks would use a shared mesh in different ways.
+            EnclosureError: No group can enclose the ranks.
+
+        Collectives:
+            Over the store: three requests a rank in the usual case; then one 16-byte all_reduce
+            that tries the new group. Every rank of every scope must call.
+        """
+        self.refresh()
+        session = self._session
+        if self._channel is not None or self.is_local or session is None:
+            return self
+        hard = self.hard_deadline if timeout is None else timeout
+        patience = Patience("planning", hard=hard, soft=SOFT_DEADLINE_S)
+        try:
+            ask = session.plan if self._optimizer is not None else session.plan_once
+            planned = ask(self._scopes, patience=patience)
+            _raise_conflict(planned.conflict)
+            channel = session.channel(planned.plan, self._backend, self._inherited(planned.plan))
+            channel.watch(self._data_groups())
+        except AgreementBroken as broken:
+            raise late_ranks("planning", broken) from None
+        self._plan, self._channel = planned.plan, channel
+        return self
+
+    def refresh(self) -> ControlGroup:
+        """Read the source again when torch's state has changed since: between two steps, say.
+
+        The plan stays while the scopes do. When the optimizer has moved to other meshes, the old
+        group agrees on it first, so that all of its ranks plan again or none does.
+
+        Raises:
+            PhaseMismatch: Only some of the ranks want to plan again.
+            LateRanks: A rank did not come.
+        """
+        session = current_session()
+        if session is not self._session:  # a new init_process_group, or the first
+            self._plan = self._channel = None
+            self._session = session
+            self._read()
+            return self
+        if self._manifest is None or self._manifest.is_current(self._param_groups()):
+            return self
+        before = self._scopes
+        self._read()
+        moved = {s.ranks for s in before} != {s.ranks for s in self._scopes}
+        if moved and self._plan is not None:
+            again = Vote(phase="planning again, since parameters moved to other meshes")
+            try:
+                raise_if_decided(self.vote(again), again)
+            except AgreementBroken as broken:
+                raise late_ranks(again.phase, broken) from None
+            self._plan = self._channel = None
+        return self
+
+    def vote(self, vote: Vote, *, timeout: float | None = None) -> Decision:
+        """Hold one agreement on this group; every member must call.
+
+        Raises:
+            AgreementBroken: It did not come about.
+        """
+        if self._channel is None:
+            self.prepare(timeout)
+        assert self._session is not None
+        assert self._plan is not None
+        assert self._channel is not None
+        hard = self.hard_deadline if timeout is None else timeout
+        patience = Patience(vote.phase, hard=hard, soft=SOFT_DEADLINE_S)
+        return self._session.vote(vote, self._plan, self._channel, patience=patience)
+
+    def close(self, reason: str) -> None:
+        """Close the group for good; members that wait in it get an error."""
+        if self._session is not None and self._channel is not None:
+            self._session.close(self._channel, reason)
+
+    @property
+    def channel(self) -> Channel | None:
+        """What this group votes on; shared by all groups with the same plan, None until planned."""
+        return self._channel
+
+    # ---- reading the source ----
+
+    def _param_groups(self) -> Any:
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        return optimizer.param_groups if optimizer is not None else ()
+
+    def _read(self) -> None:
+        self._meshes: tuple[DeviceMesh, ...] = ()
+        self._groups: tuple[Any, ...] = ()
+        self._manifest = None
+        self._scopes = ()
+        if self._session is None:
+            return
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        items = list(_flatten(optimizer if optimizer is not None else self._source))
+        params = [item for item in items if isinstance(item, Tensor)]
+        groups = optimizer.param_groups if optimizer is not None else [{"params": params}]
+        if optimizer is not None or params:
+            self._manifest = read_manifest(groups)
+        own_meshes = self._manifest.meshes if self._manifest else ()
+        self._meshes = (*own_meshes, *(i for i in items if isinstance(i, DeviceMesh)))
+        self._groups = tuple(i for i in items if isinstance(i, dist.ProcessGroup))
+        self._scopes = self._read_scopes(optimizer)
+
+    def _read_scopes(self, optimizer: Optimizer | None) -> tuple[Scope, ...]:
+        mode = f"{getattr(optimizer, 'sharded_mode', '')}/{self._backend}"
+        manifests = dict(self._manifest.digests) if self._manifest else {}
+        rank = dist.get_rank()
+        for ranks in (*map(_mesh_ranks, self._meshes), *map(_group_ranks, self._groups)):
+            if rank not in ranks:
+                raise EnclosureError(
+                    f"rank {rank} is not a member of ranks {list(ranks)}; only members agree"
+                )
+            manifests.setdefault(ranks, 0)
+        return tuple(
+            Scope(ranks, manifest, mode) for ranks, manifest in sorted(manifests.items())
+            if len(ranks) > 1
+        )  # fmt: skip
+
+    def _data_groups(self) -> dict[Ranks, list[Any]]:
+        """Return the process groups that move data, by the scope they belong to."""
+        found: dict[Ranks, list[Any]] = {}
+        for mesh in self._meshes:
+            listed = found.setdefault(_mesh_ranks(mesh), [])
+            listed += [group for group in mesh.get_all_groups() if group not in listed]
+        for group in self._groups:
+            found.setdefault(_group_ranks(group), []).append(group)
+        return found
+
+    def _inherited(self, plan: Plan) -> GroupLink | None:
+        """Return a link over a data-plane group of exactly the plan's members, if one is known."""
+        known = [group for groups in self._data_groups().values() for group in groups]
+        for group in (*known, dist.group.WORLD):
+            if _group_ranks(group) == plan.members:
+                hint = next((mesh.device_type for mesh in self._meshes), None)
+                return GroupLink(group, control_device(group, hint=None if hint == "cpu" else hint))
+        return None
+
+
+def control_group(
+    source: Source = None, *, timeout: float | None = None, backend: str = "auto"
+) -> ControlGroup:
+    """Return the control group that encloses everyone ``source`` will meet in collectives.
+
+    Args:
+        source: An optimizer, parameter groups, parameters, DeviceMeshes, process groups, an
+            iterable of these, or None for all ranks of the job. A ControlGroup is returned as is.
+        timeout: Hard deadline of its votes in seconds; None is that of the default group.
+        backend: "auto" is a private gloo group that falls back to the store; "gloo", "store"; or
+            "inherit" to vote on the data plane's own group.
+
+    Returns:
+        A group that is not planned yet. The same optimizer or ranks always share one channel.
+
+    Raises:
+        EnclosureError: This rank is not a member of what it names.
+
+    Collectives:
+        None.
+    """
+    if isinstance(source, ControlGroup):
+        return source
+    if isinstance(source, Optimizer):
+        known = _by_optimizer.get(source)
+        if known is None or timeout is not None or backend != "auto":
+            known = _by_optimizer[source] = ControlGroup(source, timeout=timeout, backend=backend)
+        return known
+    return ControlGroup(source, timeout=timeout, backend=backend)
+
+
+def control_device(group: Source = None, *, hint: torch.device | str | None = None) -> torch.device:
+    """Return where a control tensor for ``group`` must live; never the ambient device.
+
+    Args:
+        group: A process group, mesh, ControlGroup or optimizer; None is the default group.
+        hint: The caller's wish, such as a local shard's device.
+
+    Returns:
+        cpu for gloo, MPI, UCC and mixed groups; else the group's bound device, else the hint.
+    """
+    if isinstance(group, ControlGroup):
+        return group.device
+    if not (dist.is_available() and dist.is_initialized()):
+        return torch.device(hint or "cpu")
+    if isinstance(group, Optimizer):
+        shards = tuple(str(p.device) for p in _flatten(group) if isinstance(p, DTensor))
+        meshes = [p.device_mesh for p in _flatten(group) if isinstance(p, DTensor)]
+        group = meshes[0].get_group(0) if meshes else None
+    else:
+        shards = ()
+    if isinstance(group, DeviceMesh):
+        group = group.get_group(0)
+    group = dist.group.WORLD if group is None else group
+    bound = getattr(group, "bound_device_id", None)
+    backends = {d.type: group._get_backend(d).name() for d in group._device_types}
+    facts = placement.BackendFacts(
+        backends=backends,
+        bound_device=None if bound is None else str(bound),
+        shard_devices=shards,
+        hint=None if hint is None else str(torch.device(hint)),
+    )
+    return torch.device(placement.control_device(facts))
+
+
+_by_optimizer: weakref.WeakKeyDictionary[Optimizer, ControlGroup] = weakref.WeakKeyDictionary()
+
+
+def _flatten(source: Source) -> Iterator[Any]:
+    """Yield the tensors, meshes and process groups that ``source`` names."""
+    if source is None:
+        yield dist.group.WORLD
+    elif isinstance(source, Tensor | DeviceMesh | dist.ProcessGroup):
+        yield source
+    elif isinstance(source, Optimizer):
+        yield from (param for group in source.param_groups for param in group["params"])
+        named = getattr(source, "control_group", None)
+        yield from _flatten(named) if named is not None else ()
+        scopes = getattr(source, "agreement_scopes", None)
+        yield from _flatten(scopes()) if scopes is not None else ()
+    elif isinstance(source, ControlGroup):
+        yield from (*source._meshes, *source._groups)
+    elif isinstance(source, dict):
+        yield from _flatten(source["params"])
+    elif source is dist.GroupMember.NON_GROUP_MEMBER:
+        raise EnclosureError("this rank is not a member of the process group it names")
+    elif isinstance(source, Iterable):
+        for item in source:
+            yield from _flatten(item)
+    else:
+        raise TypeError(
+            "expected an optimizer, parameters, DeviceMeshes, process groups or None; got "
+            f"{type(source).__name__}"
+        )
+
+
+def _mesh_ranks(mesh: DeviceMesh) -> Ranks:
+    return rank_set(mesh.mesh.flatten().tolist())
+
+
+def _group_ranks(group: Any) -> Ranks:
+    return rank_set(dist.get_process_group_ranks(group))
+
+
+def _raise_conflict(conflict: tuple[tuple[str, Ranks], ...]) -> None:
+    if conflict:
+        shown = {mode.strip("/") or "default": ranks for mode, ranks in conflict}
+        raise Disagreement(
+            "planning",
+            "sharded_mode and control backend",
+            shown,
+            advice="Ranks that share a mesh must build the optimizer with the same mode.",
+        )

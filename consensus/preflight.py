@@ -1,0 +1,200 @@
+"""The step protocol: everything that can go wrong before an update, in one agreement.
+
+    def step(self, closure=None):
+        with consensus.preflight(self) as vote:
+            loss = vote.closure(closure)
+        if vote.skip:                     # an overflow, agreed by all ranks
+            return loss
+        self._update()                    # its collectives pair up
+        return loss
+
+In order, on each rank: (1) entering reads the optimizer's parameters if they have changed since
+the last step and plans if that has not been done; (2) the block runs the closure and whatever else
+can fail locally; (3) leaving checks parameters, gradients and AMP controls, all without writing;
+(4) one vote; (5) every rank proceeds, every rank skips, or every rank raises.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from consensus import _seams
+from consensus._compile import untraced
+from consensus._manifest import option_text
+from consensus.agree import ControlRange, hold, open_phase, same_fact, scalar
+from consensus.groups import control_group
+from consensus.vote import Fact, Number, RangeOf, Vote
+
+T = TypeVar("T")
+
+_AMP_ADVICE = (
+    "found_inf and the scale must be reduced over all ranks before step(): a GradScaler checks "
+    "only the mesh of the first gradient of each device and dtype."
+)
+
+
+class preflight:
+    """One agreement before an optimizer's update; see the module's example.
+
+    Attributes:
+        skip: After the block: an overflow was agreed, nobody may update.
+        inv_scale: After the block: multiply gradients by this; None when no scale is set.
+        ranges: After the block: the agreed ends of the controls given to :meth:`range`.
+
+    Raises:
+        GroupFailure: On every rank, when the block or a check failed on any.
+        Disagreement: On every rank, when ranks that share a mesh differ in parameters (names,
+            shapes, dtypes, placements, order), options, presence of gradients, AMP controls,
+            step count, or a fact given to :meth:`same`.
+        PhaseMismatch: On every rank, when one is in another agreement.
+        LateRanks: A rank did not come.
+        ValueError: Unwrapped, when nothing is distributed and a check fails.
+
+    Collectives:
+        One all_reduce(MAX) of 2 int64 on a healthy step of one mesh; up to two more after a
+        mismatch. None when the optimizer holds no parameter that is sharded over several ranks,
+        or has ``casts_votes = False``. Every rank of every mesh must call.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Prepare for one step of ``optimizer``; communicates nothing."""
+        self._optimizer = optimizer
+        self._phase = f"{type(optimizer).__name__}.step"
+        self._facts: list[Fact] = []
+        self._ranges: list[tuple[str, Number]] = []
+        self.skip = False
+        self.inv_scale: float | None = None
+        self.ranges = ControlRange((), (), ())
+
+    @untraced
+    def __enter__(self) -> preflight:
+        """Read parameters if they changed, plan if needed."""
+        self._group = control_group(self._optimizer).prepare()
+        self._votes = not self._group.is_local and getattr(self._optimizer, "casts_votes", True)
+        self._open = open_phase(self._group)
+        if self._votes:
+            _seams.reach(f"{self._phase}: enter")
+        return self
+
+    def closure(self, function: Callable[[], T] | None) -> T | None:
+        """Return what ``function`` returns, run with gradients enabled; None without one."""
+        if function is None:
+            return None
+        with torch.enable_grad():
+            return function()
+
+    def range(self, name: str, value: Number | Tensor) -> None:
+        """Bring a control that may differ; its ends are in :attr:`ranges` after the block."""
+        self._ranges.append((name, scalar(value)))
+
+    def same(self, name: str, value: Any) -> None:
+        """Bring a value that must be equal on all ranks: bytes or anything JSON can hold."""
+        self._facts.append(same_fact(name, value))
+
+    @untraced
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        """Check, then vote."""
+        self._open.leave()
+        if not self._votes:
+            if error is None:
+                self._read_amp()
+                self.ranges = _control_range([RangeOf(n, v, v) for n, v in self._ranges])
+            return False
+        if self._open.passes(error):
+            return False
+        facts: tuple[Fact, ...] = ()
+        if error is None:
+            try:
+                _seams.reach(f"{self._phase}: vote")
+                facts = self._check()
+            except BaseException as found:  # told to the peers, then raised
+                error = found
+        vote = Vote(
+            self._phase,
+            facts=facts,
+            ranges=tuple(self._ranges),
+        )
+        decision = hold(self._group, vote, error=error)
+        self.ranges = _control_range(decision.ranges)
+        _progress[self._optimizer] = _progress.get(self._optimizer, 0) + 1
+        return False
+
+    def _check(self) -> tuple[Fact, ...]:
+        """Return this rank's facts; raises what this rank cannot go on with."""
+        groups = self._optimizer.param_groups
+        manifest = self._group.manifest
+        if manifest is None:
+            return (*self._facts, self._read_amp())
+        if not manifest.is_current(groups):
+            raise ValueError(
+                f"parameters changed during the step: {manifest.what_changed(groups)}. A closure "
+                "or hook must not replace parameters; do it between steps."
+            )
+        present = manifest.gradients()
+        self._expect_some_gradient(present)
+        done = _progress.get(self._optimizer, 0)
+        step = Fact("step", b"%d" % done, lambda: {"": str(done)})
+        return (*manifest.facts(groups, present), step, self._read_amp(), *self._facts)
+
+    def _expect_some_gradient(self, present: bytes) -> None:
+        channel = self._group.channel
+        if not present or any(present) or channel is None:
+            if channel is not None:
+                channel.wounded = False
+            return
+        if channel.wounded:
+            raise ValueError(
+                "no parameter has a gradient, in the first step after a failure: after a backward "
+                "pass that raised, FSDP2 leaves gradients None without an error, and training "
+                "would stand still. Restart from a checkpoint, or rebuild the model's hooks."
+            )
+        warnings.warn(f"{self._phase}: no parameter has a gradient on any rank", stacklevel=5)
+
+    def _read_amp(self) -> Fact:
+        """Parse the controls a GradScaler sets; writes nothing.
+
+        Reading them waits for the device once, as torch's own fused optimizers do.
+        """
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        grad_scale = getattr(self._optimizer, "grad_scale", None)
+        overflow, scale = (
+            None if value is None else float(scalar(value)) for value in (found_inf, grad_scale)
+        )
+        if overflow is not None and not (math.isfinite(overflow) and overflow >= 0):
+            raise ValueError(f"expected found_inf to be finite and >= 0; got {overflow!r}")
+        if scale is not None and not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"expected grad_scale to be finite and > 0; got {scale!r}")
+        self.skip = bool(overflow)
+        if scale is not None:  # rounded to float32, as torch's GradScaler does
+            self.inv_scale = float(struct.unpack("f", struct.pack("f", 1.0 / scale))[0])
+        items = {
+            "overflow (found_inf)": "absent" if overflow is None else str(bool(overflow)),
+            "grad_scale": "absent" if scale is None else option_text(scale),
+        }
+        return Fact("AMP", ";".join(items.values()).encode(), lambda: items, advice=_AMP_ADVICE)
+
+
+_progress: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def _control_range(found: Any) -> ControlRange:
+    return ControlRange(
+        tuple(item.minimum for item in found),
+        tuple(item.maximum for item in found),
+        tuple(item.name for item in found if not item.unanimous),
+    )

@@ -1,0 +1,88 @@
+"""Ask a stuck process where it is, without its cooperation, and be rid of it.
+
+[Note: a stack from a stuck rank]
+A rank that hangs sits in a collective's C++ code, in a lock, or is stopped by a signal, so it runs
+no Python handler. faulthandler's handler is C: it runs in whichever thread the signal interrupts,
+reads the frames of all threads without the GIL, and writes to an open file. Registered with
+``chain=True`` it then raises the signal again with the disposition it found, which ends the
+process. So the end of the process says that the stack is written: no size to poll, no marker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+_SIGNAL = signal.SIGUSR1
+_DUMP_SECONDS = 5.0  # a dump takes milliseconds; a rank that blocks the signal gets no longer
+_REAP_SECONDS = 5.0  # SIGKILL works at once, unless the kernel itself is stuck
+
+
+def answer_with_stacks(path: Path) -> None:
+    """In a rank: when asked, write the stacks of all threads to ``path`` and end."""
+    signal.signal(_SIGNAL, signal.SIG_DFL)
+    # Never closed: the handler needs the descriptor until the process ends.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    faulthandler.register(_SIGNAL, file=descriptor, all_threads=True, chain=True)
+
+
+def end_with_parent(parent: int) -> None:
+    """In a rank: have the kernel kill this process group when the parent is gone.
+
+    A test runner that gives up ends without clean-up, and a rank that hangs then hangs forever.
+    The kernel sends the signal, so this also holds for a rank that is stopped or stuck in C.
+    Where the kernel cannot (outside Linux), orphans are left to the user.
+
+    Args:
+        parent: Descriptor that is at its end of file once the parent has gone.
+    """
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(parent, fcntl.F_GETFL)
+    fcntl.fcntl(parent, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([parent], [], [], 0)[0]:  # it went before we could say so
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def demand_stacks(processes: Sequence[BaseProcess]) -> None:
+    """In the parent: have each of these processes write its stacks and end, for a bounded time."""
+    for process in processes:
+        _send(process, _SIGNAL)
+        _send(process, signal.SIGCONT)  # a stopped process takes no other signal
+    waiting = [process.sentinel for process in processes]
+    deadline = time.monotonic() + _DUMP_SECONDS
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        ended = wait(waiting, left)
+        waiting = [sentinel for sentinel in waiting if sentinel not in ended]
+
+
+def kill(processes: Sequence[BaseProcess]) -> None:
+    """In the parent: kill these processes with all they started, and release what they held here.
+
+    Processes that never started, and those that have ended, are fine.
+    """
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        if process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()  # alone, if it had not yet become the leader of a group
+    for process in started:
+        process.join(_REAP_SECONDS)
+
+
+def _send(process: BaseProcess, number: int) -> None:
+    if process.pid is not None and process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
