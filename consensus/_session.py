@@ -19,10 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from consensus import _transport
+from consensus import _store, _transport, _waiting
 from consensus._planning import Planned, Verdict, plan, tally
 from consensus._protocol import decide
-from consensus._transport import Link, LinkBroken, Patience, StoreClient, StoreLink
+from consensus._store import StoreClient
+from consensus._transport import Link, StoreLink
+from consensus._waiting import LinkBroken, Patience
 from consensus._wire import digest
 from consensus.enclosure import Plan, Scope, maximal
 from consensus.errors import EnclosureError, Failure
@@ -109,7 +111,7 @@ class Session:
         patience.on_wait = lambda: self._post(key, 0, patience.phase, ())
         with self.lock:
             try:
-                planned = _transport.drive_store(protocol, self._client, patience)
+                planned = _store.drive_store(protocol, self._client, patience)
             except LinkBroken as broken:
                 ranks = tuple(sorted({rank for scope in own for rank in scope}))
                 raise AgreementBroken(self._absence(key, ranks, 0, patience, broken)) from None
@@ -202,7 +204,7 @@ class Session:
             return Channel(name, members, link)
         if link is not None:
             link.close()
-        _transport.logger.warning(
+        _waiting.logger.warning(
             "no gloo control group for ranks %s (%s); votes go over the store, which is slower "
             "for many ranks. If a rank has several network interfaces, set GLOO_SOCKET_IFNAME.",
             list(members),
@@ -215,7 +217,7 @@ class Session:
         patience.on_wait = lambda: self._post(key, 0, patience.phase, ())
         protocol = tally(key, members, value, nonce=secrets.token_hex(8))
         try:
-            return _transport.drive_store(protocol, self._client, patience)
+            return _store.drive_store(protocol, self._client, patience)
         except LinkBroken as broken:
             raise AgreementBroken(self._absence(key, members, 0, patience, broken)) from None
 
@@ -261,14 +263,14 @@ class Session:
             posts = {}
         here = {rank for rank, (at, *_) in posts.items() if at >= sequence} | {self.rank}
         late = tuple(rank for rank in channel.members if rank not in here)
-        _transport.warn_late(patience.phase, late, patience.waited)
+        _waiting.warn_late(patience.phase, late, patience.waited)
 
     def _absence(
         self, name: str, members: Ranks, sequence: int, patience: Patience, broken: LinkBroken
     ) -> Absence:
         """Ask the store who came; peers that met the same error need a moment to post."""
         seconds, reason = patience.waited, str(broken)
-        until = time.monotonic() + (0.0 if broken.expired else _transport.NAMING_S / 2)
+        until = time.monotonic() + (0.0 if broken.expired else _waiting.NAMING_S / 2)
         posts: dict[int, tuple[int, str, list[Any]]] = {}
         while True:
             try:
@@ -293,7 +295,7 @@ class Session:
 
 
 def _brief_patience() -> Patience:
-    return Patience("looking up late ranks", hard=_transport.NAMING_S)
+    return Patience("looking up late ranks", hard=_waiting.NAMING_S)
 
 
 def _sequence_number(group: Any) -> int:

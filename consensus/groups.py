@@ -26,8 +26,9 @@ from consensus._session import (
     current_session,
     data_plane_timeout,
 )
-from consensus._transport import GroupLink, Patience
+from consensus._transport import GroupLink
 from consensus._verdict import late_ranks, raise_if_decided
+from consensus._waiting import Patience
 from consensus.enclosure import Plan, Scope, components, rank_set
 from consensus.errors import Disagreement, EnclosureError
 from consensus.vote import Decision, Ranks, Vote

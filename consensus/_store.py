@@ -1,0 +1,146 @@
+"""The job's key-value store, with an end to every request; see [Note: every wait has an end]."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore
+
+from consensus._planning import Add, Await, Drop, Put, StoreProtocol
+from consensus._waiting import NAMING_S, SLICE_S, STORE_SLICE_S, LinkBroken, Patience
+
+T = TypeVar("T")
+
+
+class StoreClient:
+    """The job's key-value store on connections and threads of its own.
+
+    One for requests that are answered at once and one for waits, since a wait locks its client.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._base = store
+        self._workers: dict[str, queue.SimpleQueue[_Request | None]] = {}
+
+    def put(self, key: str, value: bytes, patience: Patience) -> None:
+        """Set ``key``."""
+        self._call(lambda store: store.set(key, value), patience)
+
+    def add(self, key: str, amount: int, patience: Patience) -> int:
+        """Add to a counter and return its new value."""
+        return int(self._call(lambda store: store.add(key, amount), patience))
+
+    def drop(self, keys: Sequence[str], patience: Patience) -> None:
+        """Forget ``keys``."""
+        self._call(lambda store: [store.delete_key(key) for key in keys], patience)
+
+    def peek(self, key: str, patience: Patience) -> bytes | None:
+        """Return the value of ``key`` if it is set now."""
+        found = self._call(
+            lambda store: bytes(store.get(key)) if store.check([key]) else None, patience
+        )
+        return found if found is None else bytes(found)
+
+    def wait(self, key: str, patience: Patience) -> bytes:
+        """Return the value of ``key`` once somebody sets it."""
+        while True:
+            # torch logs a warning each time a wait runs out, so these slices are long.
+            seconds = min(STORE_SLICE_S, max(patience.left, 0.01))
+            found = self._call(partial(_get_within, key=key, seconds=seconds), patience, "wait")
+            if found is not None:
+                return bytes(found)
+            if patience.left <= 0:
+                raise LinkBroken(f"nobody set {key!r}", expired=True)
+
+    def close(self) -> None:
+        """End the helper threads."""
+        for requests in self._workers.values():
+            requests.put(None)
+        self._workers.clear()
+
+    def _call(self, work: Callable[[Any], Any], patience: Patience, worker: str = "ask") -> Any:
+        requests = self._workers.get(worker)
+        if requests is None:
+            requests = self._workers[worker] = queue.SimpleQueue()
+            threading.Thread(
+                target=_serve,
+                args=(self._base, requests),
+                daemon=True,
+                name=f"consensus-store-{worker}",
+            ).start()
+        request = _Request(work)
+        requests.put(request)
+        until = time.monotonic() + max(patience.left, 0.0) + NAMING_S
+        while not request.done.wait(SLICE_S):
+            patience.look_up()
+            if time.monotonic() > until:
+                self._workers.pop(worker).put(None)  # stuck; the next request starts another
+                raise LinkBroken(
+                    "the store does not answer; the process that hosts it may be stopped or gone",
+                    expired=True,
+                )
+        if request.error is not None:
+            raise LinkBroken(f"the store failed: {request.error}", expired=False)
+        return request.result
+
+
+@dataclass(slots=True)
+class _Request:
+    work: Callable[[Any], Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: Exception | None = None
+
+
+def _serve(base: Any, requests: queue.SimpleQueue[_Request | None]) -> None:
+    try:
+        store = PrefixStore("consensus", base.clone())
+    except (RuntimeError, NotImplementedError):  # in-process stores cannot be cloned, or need not
+        store = PrefixStore("consensus", base)
+    while True:
+        request = requests.get()
+        if request is None:
+            return
+        try:
+            request.result = request.work(store)
+        except Exception as error:  # carried to the thread that asked
+            request.error = error
+        request.done.set()
+
+
+def _get_within(store: Any, *, key: str, seconds: float) -> bytes | None:
+    """Return the value of ``key``, or None when it is not set within ``seconds``."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError as error:  # DistStoreError is one; only its text says which kind
+        if "imeout" in str(error) or "imed out" in str(error):
+            return None
+        raise
+    return bytes(store.get(key))
+
+
+def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patience) -> T:
+    """Run a store protocol; raises :class:`LinkBroken` when its deadline passes."""
+    answer: int | bytes | None = None
+    try:
+        while True:
+            wanted = protocol.send(answer)
+            answer = None
+            if isinstance(wanted, Add):
+                answer = client.add(wanted.key, wanted.amount, patience)
+            elif isinstance(wanted, Put):
+                client.put(wanted.key, wanted.value, patience)
+            elif isinstance(wanted, Await):
+                answer = client.wait(wanted.key, patience)
+            elif isinstance(wanted, Drop):
+                client.drop(wanted.keys, patience)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result

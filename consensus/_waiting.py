@@ -1,0 +1,75 @@
+"""How long a rank waits, and what it does meanwhile.
+
+[Note: every wait has an end, and is sliced]
+No call of this library blocks for more than half a second without looking up, so Ctrl-C arrives
+and a late rank can be named while the operation stays pending and the group usable. A
+collective's own timeout is the hard deadline: when it passes, gloo closes its connections, so a
+rank that comes afterwards gets an error and can never complete the abandoned vote on its own.
+Store requests run on a cloned client in a helper thread: a TCPStore wait may block past its own
+timeout when the server is stopped, and a blocked wait locks its client.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from consensus._text import join_ranks
+from consensus.vote import Ranks
+
+logger = logging.getLogger("consensus")
+
+SLICE_S = 0.5  # longest uninterrupted wait of the calling thread
+STORE_SLICE_S = 10.0  # longest uninterrupted wait of a helper thread
+POST_AFTER_S = 1.0  # a rank that waits longer says in the store where it is
+NAMING_S = 2.0  # how long late ranks are looked up before an error is raised without them
+
+
+class LinkBroken(Exception):
+    """A message did not get through; ``expired`` when our own deadline ended the wait."""
+
+    def __init__(self, reason: str, *, expired: bool) -> None:
+        super().__init__(reason)
+        self.expired = expired
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long one rank waits in one agreement, and what it does meanwhile."""
+
+    phase: str
+    hard: float  # seconds until the wait is given up
+    soft: float = 60.0  # seconds until late ranks are named in a warning
+    on_wait: Callable[[], None] = lambda: None  # after POST_AFTER_S, once
+    on_soft: Callable[[float], None] = lambda seconds: None  # after soft, once
+    started: float = field(default_factory=time.monotonic)
+    _posted: bool = False
+    _warned: bool = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the agreement began."""
+        return time.monotonic() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds until the hard deadline; never negative."""
+        return max(0.0, self.hard - self.waited)
+
+    def look_up(self) -> None:
+        """Do what is due after a slice without an answer."""
+        waited = self.waited
+        if waited >= POST_AFTER_S and not self._posted:
+            self._posted = True
+            self.on_wait()
+        if waited >= self.soft and not self._warned:
+            self._warned = True
+            self.on_soft(waited)
+
+
+def warn_late(phase: str, ranks: Ranks, seconds: float) -> None:
+    """Log that this rank still waits, and for whom."""
+    who = join_ranks(ranks) if ranks else "ranks that did not post where they are"
+    logger.warning("%s: still waiting for %s after %.0f s", phase, who, seconds)
