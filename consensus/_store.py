@@ -27,7 +27,7 @@ class StoreClient:
 
     def __init__(self, store: Any) -> None:
         self._base = store
-        self._workers: dict[str, queue.SimpleQueue[_Request | None]] = {}
+        self._workers: dict[str, _Worker] = {}
 
     def put(self, key: str, value: bytes, patience: Patience) -> None:
         """Set ``key``."""
@@ -60,28 +60,24 @@ class StoreClient:
                 raise LinkBroken(f"nobody set {key!r}", expired=True)
 
     def close(self) -> None:
-        """End the helper threads."""
-        for requests in self._workers.values():
-            requests.put(None)
+        """End the helper threads.
+
+        Also called at exit: a thread that comes back from C++ while the interpreter is being
+        finalized is ended by force, and C++ then aborts the process.
+        """
+        for worker in self._workers.values():
+            worker.end()
         self._workers.clear()
 
     def _call(self, work: Callable[[Any], Any], patience: Patience, worker: str = "ask") -> Any:
-        requests = self._workers.get(worker)
-        if requests is None:
-            requests = self._workers[worker] = queue.SimpleQueue()
-            threading.Thread(
-                target=_serve,
-                args=(self._base, requests),
-                daemon=True,
-                name=f"consensus-store-{worker}",
-            ).start()
-        request = _Request(work)
-        requests.put(request)
+        if worker not in self._workers:
+            self._workers[worker] = _Worker(self._base, worker)
+        request = self._workers[worker].ask(work)
         until = time.monotonic() + max(patience.left, 0.0) + NAMING_S
         while not request.done.wait(SLICE_S):
             patience.look_up()
             if time.monotonic() > until:
-                self._workers.pop(worker).put(None)  # stuck; the next request starts another
+                del self._workers[worker]  # stuck; the next request starts another
                 raise LinkBroken(
                     "the store does not answer; the process that hosts it may be stopped or gone",
                     expired=True,
@@ -99,20 +95,38 @@ class _Request:
     error: Exception | None = None
 
 
-def _serve(base: Any, requests: queue.SimpleQueue[_Request | None]) -> None:
-    try:
-        store = PrefixStore("consensus", base.clone())
-    except (RuntimeError, NotImplementedError):  # in-process stores cannot be cloned, or need not
-        store = PrefixStore("consensus", base)
-    while True:
-        request = requests.get()
-        if request is None:
-            return
+class _Worker:
+    """A thread with a connection of its own to the store."""
+
+    def __init__(self, base: Any, name: str) -> None:
+        self._base = base
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._serve, daemon=True, name=f"consensus-store-{name}"
+        )
+        self._thread.start()
+
+    def ask(self, work: Callable[[Any], Any]) -> _Request:
+        request = _Request(work)
+        self._requests.put(request)
+        return request
+
+    def end(self) -> None:
+        self._requests.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+
+    def _serve(self) -> None:
         try:
-            request.result = request.work(store)
-        except Exception as error:  # carried to the thread that asked
-            request.error = error
-        request.done.set()
+            store = PrefixStore("consensus", self._base.clone())
+        except (RuntimeError, NotImplementedError):  # an in-process store need not be cloned
+            store = PrefixStore("consensus", self._base)
+        while (request := self._requests.get()) is not None:
+            try:
+                request.result = request.work(store)
+            except Exception as error:  # carried to the thread that asked
+                request.error = error
+            request.done.set()
 
 
 def _get_within(store: Any, *, key: str, seconds: float) -> bytes | None:

@@ -1,12 +1,6 @@
 """Where a caller enters: any_failed, agree_range, agree_same, fail_together.
 
 All are the same protocol: one vote, one decision, the same outcome on every rank.
-
-[Note: an error that was decided together passes]
-An error that a group decided on inside a block has already been raised on every rank of that
-group. The blocks around it, on the same group, do not vote again: some ranks may have decided
-while they were leaving the outer block, so a second vote would find nobody there. If the caller
-swallows the error inside such a block, the block raises it at its end, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -24,10 +18,11 @@ from torch import Tensor
 
 from consensus import _seams
 from consensus._compile import untraced
-from consensus._session import AgreementBroken, Channel
+from consensus._nesting import Nesting
+from consensus._session import AgreementBroken
 from consensus._text import bounded, message_of, short_name, traceback_of, type_names
 from consensus._verdict import broken_error, error_of
-from consensus.errors import ConsensusError, Failure, GroupFailure
+from consensus.errors import Failure, GroupFailure
 from consensus.groups import ControlGroup, Source, control_device, control_group
 from consensus.vote import Decision, Fact, Number, RangeOf, Vote
 
@@ -183,8 +178,7 @@ class fail_together:
     def __enter__(self) -> fail_together:
         """Plan the group if that has not been done; every member does."""
         self._group = control_group(self._source).prepare(self._timeout)
-        self._open = open_phase(self._group)
-        _seams.reach(f"{self.phase}: enter")
+        self._open = nesting().enter(self._group.channel)
         return self
 
     @untraced
@@ -195,7 +189,7 @@ class fail_together:
         trace: TracebackType | None,
     ) -> Literal[False]:
         """Vote on how the block ended."""
-        self._open.leave()
+        nesting().leave(self._open)
         if self._group.is_local or self._open.passes(error):
             return False
         vote = Vote(self.phase)
@@ -235,7 +229,7 @@ def hold(
         assert error is not None
         raise error
     if decided is not None:
-        _decide_enclosing(group.channel, decided)
+        nesting().decide(group.channel, decided)
         raise decided from error
     assert decision is not None
     return decision
@@ -299,49 +293,12 @@ def _resolve(group: Source, device: torch.device | str | None) -> ControlGroup:
     return control
 
 
-# ---- blocks that are open on this thread ----
-
-
-class OpenPhase:
-    """A block that has been entered; see [Note: an error that was decided together passes]."""
-
-    def __init__(self, channel: Channel | None) -> None:
-        self.channel = channel
-        self.decided: ConsensusError | None = None
-
-    def leave(self) -> None:
-        """Forget the block and any left open inside of it."""
-        stack = _stack()
-        if self in stack:
-            del stack[stack.index(self) :]
-
-    def passes(self, error: BaseException | None) -> bool:
-        """Return whether ``error`` passes without a vote; raise one that was swallowed."""
-        if self.decided is None:
-            return False
-        if error is None or (isinstance(error, Exception) and error is not self.decided):
-            raise self.decided from error
-        return True
-
-
-def open_phase(group: ControlGroup) -> OpenPhase:
-    """Enter a block on ``group``."""
-    phase = OpenPhase(group.channel)
-    _stack().append(phase)
-    return phase
-
-
-def _decide_enclosing(channel: Channel | None, decided: ConsensusError) -> None:
-    for phase in _stack():
-        if phase.channel is channel and channel is not None:
-            phase.decided = decided
-
-
 _local = threading.local()
 
 
-def _stack() -> list[OpenPhase]:
-    if not hasattr(_local, "phases"):
-        _local.phases = []
-    stack: list[OpenPhase] = _local.phases
-    return stack
+def nesting() -> Nesting:
+    """Return the blocks that are open on this thread."""
+    if not hasattr(_local, "nesting"):
+        _local.nesting = Nesting()
+    found: Nesting = _local.nesting
+    return found

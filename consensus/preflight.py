@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from consensus import _seams
 from consensus._compile import untraced
 from consensus._manifest import option_text
-from consensus.agree import ControlRange, hold, open_phase, same_fact, scalar
+from consensus.agree import ControlRange, hold, nesting, same_fact, scalar
+from consensus.errors import ConsensusError
 from consensus.groups import control_group
 from consensus.vote import Fact, Number, RangeOf, Vote
 
@@ -79,15 +80,23 @@ class preflight:
     @untraced
     def __enter__(self) -> preflight:
         """Read parameters if they changed, plan if needed."""
-        self._group = control_group(self._optimizer).prepare()
+        self._group = control_group(self._optimizer)
+        try:
+            self._group.refresh()
+        except ConsensusError:  # decided by the group
+            raise
+        except Exception as error:  # this rank cannot read its own parameters any more
+            if self._group.channel is not None:
+                hold(self._group, Vote(self._phase), error=error)
+            raise
+        self._group.prepare()
         self._votes = not self._group.is_local and getattr(self._optimizer, "casts_votes", True)
-        self._open = open_phase(self._group)
-        if self._votes:
-            _seams.reach(f"{self._phase}: enter")
+        self._open = nesting().enter(self._group.channel)
         return self
 
     def closure(self, function: Callable[[], T] | None) -> T | None:
         """Return what ``function`` returns, run with gradients enabled; None without one."""
+        _seams.reach(f"{self._phase}: closure")
         if function is None:
             return None
         with torch.enable_grad():
@@ -109,7 +118,7 @@ class preflight:
         trace: TracebackType | None,
     ) -> Literal[False]:
         """Check, then vote."""
-        self._open.leave()
+        nesting().leave(self._open)
         if not self._votes:
             if error is None:
                 self._read_amp()
@@ -120,7 +129,7 @@ class preflight:
         facts: tuple[Fact, ...] = ()
         if error is None:
             try:
-                _seams.reach(f"{self._phase}: vote")
+                _seams.reach(f"{self._phase}: check")
                 facts = self._check()
             except BaseException as found:  # told to the peers, then raised
                 error = found

@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 # torch.optim imports torch._dynamo on first use: half a second in each rank, once in the server.
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "consensus")
+_REAP_SECONDS = 5.0  # SIGKILL works at once, unless the kernel itself is stuck
 _SLICE_SECONDS = 0.1  # how long Ctrl-C may go unnoticed
 
 
@@ -207,19 +208,28 @@ def _follow(crew: Sequence[_Rank], timeout: float, interrupts: _Interrupts) -> N
             break
         for sentinel in wait(list(running), min(left, _SLICE_SECONDS)):
             assert isinstance(sentinel, int)  # as all that went in; wait() also takes sockets
-            running.pop(sentinel).seconds = time.monotonic() - start
+            member = running.pop(sentinel)
+            member.seconds = time.monotonic() - start
+            _stacks.kill_group(member.process)  # what it started and left
     for member in running.values():
         member.hung = True
         member.seconds = time.monotonic() - start
     if interrupts.pending is None:
         _stacks.demand_stacks([member.process for member in running.values()])
+    for member in running.values():
+        _stacks.kill_group(member.process)
 
 
 def _release(crew: Sequence[_Rank]) -> None:
-    _stacks.kill([member.process for member in crew])
-    for member in crew:
+    """Kill what still runs, and give back what the parent held of each rank."""
+    started = [member.process for member in crew if member.process.pid is not None]
+    for process in started:
+        if process.exitcode is None:
+            _stacks.kill_group(process)
+    for process in started:
+        process.join(_REAP_SECONDS)
         with contextlib.suppress(ValueError):  # not even SIGKILL ended it
-            member.process.close()
+            process.close()
 
 
 def _result(member: _Rank, job: Job) -> RankResult[Any]:

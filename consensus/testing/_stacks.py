@@ -24,7 +24,6 @@ from pathlib import Path
 
 _SIGNAL = signal.SIGUSR1
 _DUMP_SECONDS = 5.0  # a dump takes milliseconds; a rank that blocks the signal gets no longer
-_REAP_SECONDS = 5.0  # SIGKILL works at once, unless the kernel itself is stuck
 
 
 def answer_with_stacks(path: Path) -> None:
@@ -67,19 +66,17 @@ def demand_stacks(processes: Sequence[BaseProcess]) -> None:
         waiting = [sentinel for sentinel in waiting if sentinel not in ended]
 
 
-def kill(processes: Sequence[BaseProcess]) -> None:
-    """In the parent: kill these processes with all they started, and release what they held here.
+def kill_group(process: BaseProcess) -> None:
+    """In the parent: kill this rank, and what it started, even if the rank itself has ended.
 
-    Processes that never started, and those that have ended, are fine.
+    Call it soon after an end: the number stays taken while the group has members, and an empty
+    group's number is given away again only when the kernel has used all others.
     """
-    started = [process for process in processes if process.pid is not None]
-    for process in started:
-        if process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
-            process.kill()  # alone, if it had not yet become the leader of a group
-    for process in started:
-        process.join(_REAP_SECONDS)
+    if process.pid is not None:
+        # Not the leader of a group, if it was killed before its first line.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
 
 
 def _send(process: BaseProcess, number: int) -> None:

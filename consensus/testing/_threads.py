@@ -37,7 +37,7 @@ torch_threads: Any = multi_threaded_pg  # torch leaves it untyped
 
 _WAIT_FOR = threading.Condition.wait_for.__code__
 _LOOK_SECONDS = 0.01  # between two looks at the ranks
-_LEAVE_SECONDS = 2.0  # for a released rank to end
+_LEAVE_SECONDS = 1.0  # for a released rank to end
 _RELEASED = "[run_threads] released: another rank had failed, and this one waited for it\n"
 
 # Ranks of earlier runs that could not be ended: Python has no way to end a thread.

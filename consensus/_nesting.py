@@ -1,0 +1,54 @@
+"""Blocks inside of blocks: which errors pass without a vote. Pure; no torch.
+
+[Note: an error that was decided together passes]
+An error that a group decided on inside a block has already been raised on every rank of that
+group. The blocks around it, on the same group, do not vote again: some ranks may have decided
+while they were leaving the outer block, so a second vote would find nobody there. If the caller
+swallows the error inside such a block, the block raises it at its end, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from consensus.errors import ConsensusError
+
+
+class OpenPhase:
+    """A block that has been entered and not yet left."""
+
+    def __init__(self, group: Hashable) -> None:
+        self.group = group
+        self.decided: ConsensusError | None = None
+
+    def passes(self, error: BaseException | None) -> bool:
+        """Return whether ``error`` leaves without a vote; raise one that was swallowed."""
+        if self.decided is None:
+            return False
+        if error is None or (isinstance(error, Exception) and error is not self.decided):
+            raise self.decided from error
+        return True
+
+
+class Nesting:
+    """The open blocks of one rank (of one thread of it), outermost first."""
+
+    def __init__(self) -> None:
+        self._open: list[OpenPhase] = []
+
+    def enter(self, group: Hashable) -> OpenPhase:
+        """Open a block that will be decided on ``group``."""
+        phase = OpenPhase(group)
+        self._open.append(phase)
+        return phase
+
+    def leave(self, phase: OpenPhase) -> None:
+        """Close a block and any that was left open inside of it."""
+        if phase in self._open:
+            del self._open[self._open.index(phase) :]
+
+    def decide(self, group: Hashable, error: ConsensusError) -> None:
+        """Note that ``group`` decided on ``error``: its enclosing blocks pass it."""
+        for phase in self._open:
+            if phase.group is group:
+                phase.decided = error
