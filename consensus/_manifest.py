@@ -7,6 +7,7 @@ is nobody else's business, and comparing it could only raise a false alarm.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -167,10 +168,12 @@ def read_manifest(groups: ParamGroups) -> Manifest:
             if len(ranks_of[id(mesh)]) > 1:
                 named = named and bool(names)
                 sharded.append(_sharded_parameter(name, param, index, ranks_of[id(mesh)]))
-    by_scope: dict[Ranks, tuple[ShardedParameter, ...]] = {}
+    grouped: dict[Ranks, list[ShardedParameter]] = {}
     for item in sharded:
-        by_scope[item.scope] = (*by_scope.get(item.scope, ()), item)
-    _check_identities(sharded, named)
+        grouped.setdefault(item.scope, []).append(item)
+    by_scope = {scope: tuple(items) for scope, items in grouped.items()}
+    if sharded:
+        _check_identities(sharded, named)
     digests = {
         scope: digest(text.encode() for item in items for text in (item.name, item.text))
         for scope, items in by_scope.items()
@@ -205,13 +208,13 @@ def _refuse_duplicates(params: Iterable[Tensor]) -> None:
 
 
 def _check_identities(sharded: Sequence[ShardedParameter], named: bool) -> None:
-    names = [param.name for param in sharded]
-    twice = next((name for name in names if names.count(name) > 1), None) if named else None
-    if twice is not None:
-        raise ValueError(f"two parameters are named {twice!r}; names identify them across ranks")
-    texts = [param.text for param in sharded]
-    if not named and len(set(texts)) < len(texts):
-        alike = next(text for text in texts if texts.count(text) > 1)
+    if named:
+        name, times = Counter(param.name for param in sharded).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"{times} parameters are named {name!r}; names identify them")
+        return
+    alike, times = Counter(param.text for param in sharded).most_common(1)[0]
+    if times > 1:
         warnings.warn(
             f"parameters without names and with equal shapes ({alike}) can only be told apart by "
             "their position: if their order differs between ranks, nobody will notice. Build the "

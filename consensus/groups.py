@@ -113,20 +113,33 @@ class ControlGroup:
             that tries the new group. Every rank of every scope must call.
         """
         self.refresh()
+        return self.connect(timeout)
+
+    def plan(self, timeout: float | None = None) -> Plan | None:
+        """Find out whom this rank is tied to, if that is not known yet; None when nobody."""
         session = self._session
-        if self._channel is not None or self.is_local or session is None:
-            return self
-        hard = self.hard_deadline if timeout is None else timeout
-        patience = Patience("planning", hard=hard, soft=SOFT_DEADLINE_S)
+        if self._plan is not None or self.is_local or session is None:
+            return self._plan
+        patience = Patience("planning", hard=self._hard(timeout), soft=SOFT_DEADLINE_S)
+        ask = session.plan if self._optimizer is not None else session.plan_once
         try:
-            ask = session.plan if self._optimizer is not None else session.plan_once
             planned = ask(self._scopes, patience=patience)
-            _raise_conflict(planned.conflict)
-            channel = session.channel(planned.plan, self._backend, self._inherited(planned.plan))
-            channel.watch(self._data_groups())
         except AgreementBroken as broken:
             raise late_ranks("planning", broken) from None
-        self._plan, self._channel = planned.plan, channel
+        _raise_conflict(planned.conflict)
+        self._plan = planned.plan
+        return self._plan
+
+    def connect(self, timeout: float | None = None) -> ControlGroup:
+        """Plan and make the private group, unless that is done or nothing is distributed."""
+        plan, session = self.plan(timeout), self._session
+        if self._channel is None and plan is not None and session is not None:
+            try:
+                channel = session.channel(plan, self._backend, self._inherited(plan))
+            except AgreementBroken as broken:
+                raise late_ranks("making the control group", broken) from None
+            channel.watch(self._data_groups())
+            self._channel = channel
         return self
 
     def refresh(self) -> ControlGroup:
@@ -170,8 +183,7 @@ class ControlGroup:
         assert self._session is not None
         assert self._plan is not None
         assert self._channel is not None
-        hard = self.hard_deadline if timeout is None else timeout
-        patience = Patience(vote.phase, hard=hard, soft=SOFT_DEADLINE_S)
+        patience = Patience(vote.phase, hard=self._hard(timeout), soft=SOFT_DEADLINE_S)
         return self._session.vote(vote, self._plan, self._channel, patience=patience)
 
     def close(self, reason: str) -> None:
@@ -183,6 +195,9 @@ class ControlGroup:
     def channel(self) -> Channel | None:
         """What this group votes on; shared by all groups with the same plan, None until planned."""
         return self._channel
+
+    def _hard(self, timeout: float | None) -> float:
+        return self.hard_deadline if timeout is None else timeout
 
     # ---- reading the source ----
 

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from consensus import _seams
 from consensus._compile import untraced
@@ -89,8 +90,12 @@ class preflight:
             if self._group.channel is not None:
                 hold(self._group, Vote(self._phase), error=error)
             raise
-        self._group.prepare()
         self._votes = not self._group.is_local and getattr(self._optimizer, "casts_votes", True)
+        if self._votes:
+            self._group.connect()
+        else:
+            self._group.plan()  # finds ranks that want to use a shared mesh in another way
+        self._user_code = _has_hooks(self._optimizer)
         self._open = nesting().enter(self._group.channel)
         return self
 
@@ -99,6 +104,7 @@ class preflight:
         _seams.reach(f"{self._phase}: closure")
         if function is None:
             return None
+        self._user_code = True
         with torch.enable_grad():
             return function()
 
@@ -149,7 +155,7 @@ class preflight:
         manifest = self._group.manifest
         if manifest is None:
             return (*self._facts, self._read_amp())
-        if not manifest.is_current(groups):
+        if self._user_code and not manifest.is_current(groups):
             raise ValueError(
                 f"parameters changed during the step: {manifest.what_changed(groups)}. A closure "
                 "or hook must not replace parameters; do it between steps."
@@ -199,6 +205,10 @@ class preflight:
 
 
 _progress: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
 
 
 def _control_range(found: Any) -> ControlRange:
