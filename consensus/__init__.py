@@ -1,6 +1,7 @@
 """Agree before a collective: every rank proceeds, every rank skips, or every rank raises."""
 
 from consensus.agree import ControlRange, agree_range, agree_same, any_failed, fail_together
+from consensus.amp import GradScaler
 from consensus.errors import (
     ConsensusError,
     Disagreement,
@@ -20,6 +21,7 @@ __all__ = [
     "Disagreement",
     "EnclosureError",
     "Failure",
+    "GradScaler",
     "GroupFailure",
     "LateRanks",
     "PhaseMismatch",

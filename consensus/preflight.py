@@ -40,8 +40,8 @@ from consensus.vote import Fact, Number, RangeOf, Vote
 T = TypeVar("T")
 
 _AMP_ADVICE = (
-    "found_inf and the scale must be reduced over all ranks before step(): a GradScaler checks "
-    "only the mesh of the first gradient of each device and dtype."
+    "Use consensus.GradScaler: torch's checks only the mesh of the first gradient of each device "
+    "and dtype."
 )
 
 
