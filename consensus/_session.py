@@ -42,6 +42,7 @@ class Absence:
     failures: tuple[Failure, ...]  # what ranks that gave up had to report
     seconds: float
     reason: str
+    closed: bool = False  # the channel had been closed before
 
 
 class AgreementBroken(Exception):
@@ -150,7 +151,7 @@ class Session:
         """
         with channel.lock:
             if channel.closed:
-                raise AgreementBroken(Absence((), {}, (), 0.0, channel.closed))
+                raise AgreementBroken(Absence((), {}, (), 0.0, channel.closed, closed=True))
             ballot = plan.ballot(rank=self.rank, sequence=channel.sequence)
             failures = vote.failures
             vote = replace(vote, positions=channel.positions)
@@ -290,7 +291,7 @@ class Session:
             if at == sequence
             for rank, kind, message, names in said
         )
-        phases = {rank: posts[rank][1] if rank in posts else "unknown" for rank in late}
+        phases = {rank: posts[rank][1] for rank in late if rank in posts}
         return Absence(late, phases, failures, seconds, reason)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 
@@ -46,6 +47,21 @@ def bounded(text: str, limit: int) -> str:
         return data.decode("utf-8")
     mark = f"... ({len(data)} bytes in all)"
     return data[: limit - len(mark)].decode("utf-8", "ignore") + mark
+
+
+_TRANSPORT_MARKS = ("closed by peer", "reset by peer", "Timed out waiting", "pair closure")
+
+
+def says_transport(message: str) -> bool:
+    """Return whether this is a transport's complaint: a consequence, hardly ever a cause."""
+    return any(mark in message for mark in _TRANSPORT_MARKS)
+
+
+def tidy(message: str) -> str:
+    """Return a transport's message without its source file, address and advice."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", message.strip())
+    text = text.split(" This is typically caused by", 1)[0]
+    return re.sub(r"\s*\[[0-9a-f.:]*\]:\d+", "", text).rstrip(". ")
 
 
 def join_ranks(ranks: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from consensus._session import AgreementBroken
-from consensus._text import join_ranks
+from consensus._text import join_ranks, tidy
 from consensus.errors import (
     ConsensusError,
     Disagreement,
@@ -14,6 +14,8 @@ from consensus.errors import (
 )
 from consensus.vote import Decision, Difference, Vote
 
+_CLOSED = "the control group is closed"
+_LOST = "the agreement did not come about"
 MAX_LINES = 8  # further differences listed in a message
 
 
@@ -66,8 +68,10 @@ def broken_error(vote: Vote, own: tuple[Failure, ...], broken: AgreementBroken) 
             tuple(failures[rank] for rank in sorted(failures)),
             recoverable=False,
             late_ranks=absent.late,
-            advice=f"the agreement did not come about ({absent.reason}).",
+            advice=f"{_CLOSED if absent.closed else _LOST} ({tidy(absent.reason)}).",
         )
+    if absent.closed:
+        return ConsensusError(f"{vote.phase}: {_CLOSED} ({tidy(absent.reason)}); start again")
     return late_ranks(vote.phase, broken)
 
 

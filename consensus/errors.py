@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from consensus._text import join_ranks, ranks_are, type_names
+from consensus._text import join_ranks, ranks_are, says_transport, tidy, type_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class Failure:
 
     def headline(self) -> str:
         """Return "ValueError: boom", or the type alone when there is no message."""
-        return f"{self.type_name}: {self.message}" if self.message else self.type_name
+        text = tidy(self.message) if says_transport(self.message) else self.message
+        return f"{self.type_name}: {text}" if text else self.type_name
 
 
 class ConsensusError(RuntimeError):
@@ -165,7 +166,7 @@ class LateRanks(ConsensusError):
     Attributes:
         phase: The phase in which this rank waited.
         ranks: The ranks that did not come.
-        phases: Rank -> the phase it last posted ("unknown" when it never had to wait).
+        phases: Rank -> the phase it last posted; a rank that never had to wait has posted none.
         seconds: How long this rank waited.
     """
 
@@ -183,11 +184,16 @@ class LateRanks(ConsensusError):
         self.ranks = ranks
         self.phases = dict(phases or {})
         self.seconds = seconds
-        who = join_ranks(ranks) if ranks else "an unknown rank"
-        lines = [f"{phase}: {who} did not come within {seconds:.1f} s"]
-        lines += [f"  rank {rank} was last seen in {at}" for rank, at in self.phases.items()]
+        if ranks:
+            lines = [f"{phase}: {join_ranks(ranks)} did not come within {seconds:.1f} s"]
+        else:
+            lines = [
+                f"{phase}: the agreement broke after {seconds:.1f} s, and the store names nobody "
+                "as missing: this rank may have come when the others had given up"
+            ]
+        lines += [f"  rank {rank} was last seen in {at!r}" for rank, at in self.phases.items()]
         if reason:
-            lines.append(f"  the transport said: {reason}")
+            lines.append(f"  the transport said: {tidy(reason)}")
         super().__init__("\n".join(lines))
 
 
@@ -196,10 +202,11 @@ class EnclosureError(ConsensusError):
 
 
 def _by_headline(failures: tuple[Failure, ...]) -> dict[str, tuple[int, ...]]:
-    """Collapse equal errors: what was said -> the ranks that said it."""
+    """Collapse equal errors: what was said -> the ranks that said it; consequences come last."""
     said: dict[str, tuple[int, ...]] = {}
-    for failure in failures:
-        said[failure.headline()] = (*said.get(failure.headline(), ()), failure.rank)
+    for failure in sorted(failures, key=lambda each: says_transport(each.message)):
+        text = failure.headline()
+        said[text] = (*said.get(text, ()), failure.rank)
     return said
 
 
