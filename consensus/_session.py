@@ -26,7 +26,7 @@ from consensus._store import StoreClient
 from consensus._transport import Link, StoreLink
 from consensus._waiting import LinkBroken, Patience
 from consensus._wire import digest
-from consensus.enclosure import Plan, Scope, maximal
+from consensus.enclosure import Plan, Scope, maximal, scope_id
 from consensus.errors import EnclosureError, Failure
 from consensus.vote import Decision, Ranks, Vote
 
@@ -106,16 +106,23 @@ class Session:
             AgreementBroken: Some of them did not come.
         """
         own = maximal(scope.ranks for scope in scopes)
-        protocol = plan(scopes, rank=self.rank, rounds=self._rounds)
-        names = [f"plan/{self._rounds[ranks]}" for ranks in own]
-        key = "+".join(names)
-        patience.on_wait = lambda: self._post(key, 0, patience.phase, ())
+        names = {ranks: f"plan/{scope_id(ranks)}/{self._rounds[ranks]}" for ranks in own}
+
+        def post() -> None:
+            for name in names.values():
+                self._post(name, 0, patience.phase, ())
+
+        patience.on_wait = post
         with self.lock:
+            protocol = plan(scopes, rank=self.rank, rounds=self._rounds)
             try:
                 planned = _store.drive_store(protocol, self._client, patience)
             except LinkBroken as broken:
-                ranks = tuple(sorted({rank for scope in own for rank in scope}))
-                raise AgreementBroken(self._absence(key, ranks, 0, patience, broken)) from None
+                found = [
+                    self._absence(name, ranks, 0, patience, broken) for ranks, name in names.items()
+                ]
+                late = tuple(sorted({rank for absence in found for rank in absence.late}))
+                raise AgreementBroken(replace(found[0], late=late)) from None
             self._rounds.update(own)
         return planned
 
