@@ -10,7 +10,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import compress
+from numbers import Integral, Real
 from operator import attrgetter, is_
 from typing import Any
 
@@ -25,6 +27,7 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHAPE, _LAYOUT, _DEVICE = attrgetter("shape"), attrgetter("layout"), Tensor.get_device
 
 
@@ -83,7 +86,10 @@ class Manifest:
         return next((p.name for p in self.sharded if p.tensor is tensor), None)
 
     def gradients(self) -> bytes:
-        """Return presence of the gradients of the sharded parameters, one byte each.
+        """Return one byte for each sharded parameter: 0 without a gradient, 1 with one.
+
+        A gradient of another dtype than its parameter has a number of its own: on ranks that
+        share a mesh it must be the same.
 
         Raises:
             ValueError: A gradient that cannot belong to its parameter, named.
@@ -104,9 +110,7 @@ class Manifest:
         except AttributeError:  # a plain tensor among them
             fits = False
         if not fits:
-            for param, grad in zip(self.sharded, grads, strict=True):
-                if grad is not None:
-                    _check_gradient(param, grad)
+            present = bytes(map(_gradient_code, self.sharded, grads))
         return present
 
     def facts(self, groups: ParamGroups, present: bytes) -> tuple[Fact, ...]:
@@ -223,16 +227,28 @@ def _check_identities(sharded: Sequence[ShardedParameter], named: bool) -> None:
         )
 
 
+def _gradient_code(param: ShardedParameter, grad: Tensor | None) -> int:
+    if grad is None:
+        return 0
+    _check_gradient(param, grad)
+    return 1 if grad.dtype == param.tensor.dtype else 2 + _GRADIENT_DTYPES.index(grad.dtype)
+
+
 def _check_gradient(param: ShardedParameter, grad: Tensor) -> None:
     expected = param.tensor
     if grad.layout is not torch.strided:
         raise ValueError(f"{param.name}: expected a dense gradient; got layout {grad.layout}")
-    if grad.dtype.is_complex:
+    if grad.dtype not in _GRADIENT_DTYPES:
         raise ValueError(f"{param.name}: expected a real gradient; got dtype {grad.dtype}")
     if not isinstance(grad, DTensor):
         raise ValueError(
             f"{param.name}: expected a DTensor gradient like the parameter; got a plain "
             f"{type(grad).__name__} of shape {tuple(grad.shape)}"
+        )
+    if grad.placements != expected.placements or grad.device_mesh != expected.device_mesh:
+        raise ValueError(
+            f"{param.name}: expected a gradient placed {expected.placements} on "
+            f"{expected.device_mesh}; got {grad.placements} on {grad.device_mesh}"
         )
     local = grad._local_tensor
     if local.layout is not torch.strided:
@@ -246,11 +262,6 @@ def _check_gradient(param: ShardedParameter, grad: Tensor) -> None:
         raise ValueError(
             f"{param.name}: expected its gradient on {expected._local_tensor.device}; "
             f"got it on {local.device}"
-        )
-    if grad.placements != expected.placements or grad.device_mesh != expected.device_mesh:
-        raise ValueError(
-            f"{param.name}: expected a gradient placed {expected.placements} on "
-            f"{expected.device_mesh}; got {grad.placements} on {grad.device_mesh}"
         )
 
 
@@ -268,18 +279,21 @@ def option_text(value: Any) -> str:
     Numbers compare by value (1 equals 1.0). A tensor on an accelerator is never read, since that
     would wait for queued work: it is compared by how often it was written.
     """
-    if isinstance(value, float):
-        return repr(value + 0.0)
-    if isinstance(value, int):
-        rounded = float(value) if abs(value) < 2**53 else None
-        return repr(rounded) if rounded is not None else str(value)
+    if isinstance(value, Integral):  # bool and numpy's own included
+        whole = int(value)
+        exact = abs(whole) < 2**63 and float(whole) == whole
+        return repr(float(whole)) if exact else str(whole)
+    if isinstance(value, Real):
+        return repr(float(value) + 0.0)
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or isinstance(value, DTensor):
             return f"tensor written {value._version} times"
         return repr(value.tolist())
     if isinstance(value, tuple | list):
         return f"({', '.join(option_text(item) for item in value)})"
-    if value is None or isinstance(value, str):
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {option_text(item)}' for key, item in value.items())}}}"
+    if value is None or isinstance(value, str | torch.dtype | Enum):
         return repr(value)
     return type(value).__qualname__  # a repr may hold an address
 
@@ -293,7 +307,13 @@ def _describe(params: Sequence[ShardedParameter]) -> dict[str, str]:
 
 
 def _presence(params: Sequence[ShardedParameter]) -> dict[str, str]:
-    return {p.name: "missing" if p.tensor.grad is None else "present" for p in params}
+    return {p.name: _presence_of(p.tensor) for p in params}
+
+
+def _presence_of(param: DTensor) -> str:
+    if param.grad is None:
+        return "missing"
+    return "present" if param.grad.dtype == param.dtype else f"present as {param.grad.dtype}"
 
 
 def _options(used: Iterable[int], texts: Sequence[Sequence[str]]) -> dict[str, str]:

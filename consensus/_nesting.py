@@ -4,7 +4,8 @@
 An error that a group decided on inside a block has already been raised on every rank of that
 group. The blocks around it, on the same group, do not vote again: some ranks may have decided
 while they were leaving the outer block, so a second vote would find nobody there. If the caller
-swallows the error inside such a block, the block raises it at its end, on all ranks alike.
+swallows the error inside such a block, the block raises it at its end, on all ranks alike. Until
+then it refuses any further agreement of the group, for the same reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class OpenPhase:
         if self.decided is None:
             return False
         if error is None or (isinstance(error, Exception) and error is not self.decided):
-            raise self.decided from error
+            raise self.decided  # not "from error": its cause is what made this rank fail
         return True
 
 
@@ -37,7 +38,8 @@ class Nesting:
         self._open: list[OpenPhase] = []
 
     def enter(self, group: Hashable) -> OpenPhase:
-        """Open a block that will be decided on ``group``."""
+        """Open a block that will be decided on ``group``; refuse it as :meth:`refuse` says."""
+        self.refuse(group)
         phase = OpenPhase(group)
         self._open.append(phase)
         return phase
@@ -46,6 +48,12 @@ class Nesting:
         """Close a block and any that was left open inside of it."""
         if phase in self._open:
             del self._open[self._open.index(phase) :]
+
+    def refuse(self, group: Hashable) -> None:
+        """Raise what ``group`` has decided on, while a block around this is open on that group."""
+        for phase in self._open:
+            if phase.group is group and phase.decided is not None:
+                raise phase.decided
 
     def decide(self, group: Hashable, error: ConsensusError) -> None:
         """Note that ``group`` decided on ``error``: its enclosing blocks pass it."""

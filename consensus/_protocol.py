@@ -11,13 +11,15 @@ so the outcome does not depend on the schedule and one simulated run a case is e
    thing, and hold the first few ranges. Only ranges differ: done.
 3. Bodies: the lowest rank of each set of like-minded ranks speaks for all of them, so the size
    does not grow with the number of ranks that agree. Every rank then compares by itself.
+   Ranges that do not fit a header travel in the same message, a row for every rank.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from consensus import _wire
@@ -31,15 +33,15 @@ from consensus.vote import (
     RangeOf,
     Ranks,
     Vote,
-    facts_digest,
     opening,
 )
 
 T = TypeVar("T")
 
 INLINE_RANGES = 8  # controls that fit the second message; more take a third
-MAX_VOICES = 64  # bodies in a third message
+MAX_VOICES = 64  # bodies with details in a third message
 BODY_LIMIT = 256 * 1024  # bytes of one body
+BRIEF = 512  # bytes of a failure's texts, when they are too many to send whole
 
 OK, FAILED, FATAL = 1, 2, 3  # 0 would be a rank that sent nothing
 
@@ -62,15 +64,20 @@ class _Header:
     status: int
     voice: int  # ranks with equal voices say the same
     phase: int
-    brief: int  # bytes of a body that says only where this rank is
-    full: int  # bytes of its whole body
+    short: int  # bytes of a body that holds what decides
+    full: int  # bytes of a body that explains it too
     num_ranges: int
     positions: tuple[int, ...]  # one a pair; 0 outside
     ranges: tuple[int, ...]  # INLINE_RANGES numbers
 
     def words(self) -> tuple[int, ...]:
-        head = (self.status, self.voice, self.phase, self.brief, self.full, self.num_ranges)
+        head = (self.status, self.voice, self.phase, self.short, self.full, self.num_ranges)
         return (*head, *self.positions, *self.ranges)
+
+
+Headers: TypeAlias = Mapping[int, _Header]  # in the order of the members
+Body: TypeAlias = dict[str, Any]
+Heard: TypeAlias = Sequence[tuple[Ranks, Body]]  # what was said, with the ranks that say it
 
 
 def header_words(num_sets: int) -> int:
@@ -92,31 +99,18 @@ def decide(vote: Vote, ballot: Ballot) -> Protocol[Decision]:
 
 
 def _settle(vote: Vote, ballot: Ballot) -> Protocol[Decision]:
-    brief, full = _brief(vote, ballot), _full(vote, ballot)
-    headers = yield from _exchange_headers(_header(vote, ballot, brief, full), ballot)
+    short, full = _bodies(vote, ballot)
+    headers = yield from _exchange_headers(_header(vote, ballot, short, full), ballot)
     only_ranges = len({(row.status, row.voice) for row in headers.values()}) == 1
     if only_ranges and not vote.failures and len(vote.ranges) <= INLINE_RANGES:
-        return Decision(messages=2, ranges=_ranges(vote, headers))
-
-    failed = any(row.status != OK for row in headers.values())
-    speak_fully = not failed and len({row.phase for row in headers.values()}) == 1
-    speakers = _speakers(headers, speak_fully)
-    bodies = yield from _exchange_bodies(
-        speakers, full if vote.failures or speak_fully else brief, ballot
-    )
-    spoken = {row.voice: bodies[rank] for rank, row in headers.items() if rank in bodies}
-    heard = {rank: spoken[row.voice] for rank, row in headers.items() if row.voice in spoken}
-    return _conclude(heard, headers, ballot)
+        inline = [row.ranges for row in headers.values()]
+        return Decision(messages=2, ranges=_ranges([name for name, _ in vote.ranges], inline))
+    heard, numbers = yield from _exchange_bodies(short, full, vote, ballot, headers)
+    return _conclude(heard, numbers, headers, ballot)
 
 
-def _header(vote: Vote, ballot: Ballot, brief: bytes, full: bytes) -> _Header:
+def _header(vote: Vote, ballot: Ballot, short: bytes, full: bytes) -> _Header:
     status = OK if not vote.failures else FATAL if vote.fatal else FAILED
-    phase = _wire.digest([vote.phase.encode(), ballot.sequence.to_bytes(8, "little")])
-    # With more ranges than fit inline, their values are part of the body, so of the voice too.
-    said = full if vote.failures or len(vote.ranges) > INLINE_RANGES else b""
-    parts = (status, phase, facts_digest(vote.facts))
-    names = (name.encode() for name, _ in vote.ranges)
-    voice = _wire.digest([*(part.to_bytes(8, "little") for part in parts), said, *names])
     reached = vote.positions()
     positions = [
         _wire.digest([b"%d" % at for scope, at in reached if ballot.slot(scope) == slot])
@@ -124,15 +118,24 @@ def _header(vote: Vote, ballot: Ballot, brief: bytes, full: bytes) -> _Header:
         else 0
         for slot in range(1 + len(ballot.sets))
     ]
-    numbers = [w for _, value in vote.ranges[:INLINE_RANGES] for w in _wire.number_words(value)]
-    padding = [0] * (INLINE_RANGES * _wire.NUMBER_WORDS - len(numbers))
     return _Header(
-        status, voice, phase, len(brief), len(full), len(vote.ranges), tuple(positions),
-        (*numbers, *padding),
-    )  # fmt: skip
+        status,
+        voice=_wire.digest([full if vote.failures else short]),
+        phase=_wire.digest([_wire.utf8(vote.phase), ballot.sequence.to_bytes(8, "little")]),
+        short=len(short),
+        full=len(full),
+        num_ranges=len(vote.ranges),
+        positions=tuple(positions),
+        ranges=tuple(_numbers(vote.ranges[:INLINE_RANGES], INLINE_RANGES)),
+    )
 
 
-def _exchange_headers(own: _Header, ballot: Ballot) -> Protocol[dict[int, _Header]]:
+def _numbers(ranges: Sequence[tuple[str, Number]], count: int) -> list[int]:
+    words = [word for _, value in ranges for word in _wire.number_words(value)]
+    return words + [0] * (count * _wire.NUMBER_WORDS - len(words))
+
+
+def _exchange_headers(own: _Header, ballot: Ballot) -> Protocol[Headers]:
     num_sets = len(ballot.sets)
     width = header_words(num_sets)
     words = [0] * (width * len(ballot.members))
@@ -143,79 +146,106 @@ def _exchange_headers(own: _Header, ballot: Ballot) -> Protocol[dict[int, _Heade
     for index, rank in enumerate(ballot.members):
         row = reduced[index * width : (index + 1) * width]
         cut = 7 + num_sets
-        status, voice, phase, brief, full, num_ranges = row[:6]
+        status, voice, phase, short, full, num_ranges = row[:6]
         positions, ranges = tuple(row[6:cut]), tuple(row[cut:])
-        headers[rank] = _Header(status, voice, phase, brief, full, num_ranges, positions, ranges)
+        headers[rank] = _Header(status, voice, phase, short, full, num_ranges, positions, ranges)
     return headers
 
 
-def _speakers(headers: Mapping[int, _Header], speak_fully: bool) -> dict[int, int]:
-    """Return rank -> bytes of its body: the lowest rank of each voice, failing ranks first."""
-    lowest: dict[int, int] = {}
+def _stopped(headers: Headers) -> bool:
+    """Return whether the group cannot go on, whatever the facts are."""
+    return (
+        any(row.status != OK for row in headers.values())
+        or len({row.phase for row in headers.values()}) > 1
+    )
+
+
+def _voices(headers: Headers) -> list[tuple[Ranks, int]]:
+    """Return the ranks that say the same, with the bytes of it; the lowest of them speaks.
+
+    When the group cannot go on, only failures and phases count, and at most MAX_VOICES are heard,
+    failing ranks first. Else everybody is heard, since facts may differ by right and only a
+    comparison tells: but if there are many voices, without the details.
+    """
+    stopped = _stopped(headers)
+    alike: dict[tuple[int, int], list[int]] = {}
     for rank, row in headers.items():
-        lowest.setdefault(row.voice, rank)
-    order = sorted(lowest.values(), key=lambda rank: (-headers[rank].status, rank))
-    return {
-        rank: headers[rank].full
-        if speak_fully or headers[rank].status != OK
-        else headers[rank].brief
-        for rank in order[:MAX_VOICES]
-    }
+        says = row.phase if stopped and row.status == OK else row.voice
+        alike.setdefault((-row.status, says), []).append(rank)
+    order = sorted(alike.items(), key=lambda item: (item[0][0], item[1]))
+    explain = not stopped and len(order) <= MAX_VOICES
+    return [
+        (tuple(ranks), row.full if explain or row.status != OK else row.short)
+        for ranks, row in ((ranks, headers[ranks[0]]) for _, ranks in order)
+    ][: MAX_VOICES if stopped else None]
 
 
 def _exchange_bodies(
-    speakers: Mapping[int, int], body: bytes, ballot: Ballot
-) -> Protocol[dict[int, dict[str, Any]]]:
-    total = sum(_wire.words_for(length) for length in speakers.values())
-    words = [0] * total
-    at = 0
-    for rank, length in speakers.items():
-        if rank == ballot.rank:
-            words[at : at + _wire.words_for(length)] = _wire.pack_bytes(body)
-        at += _wire.words_for(length)
+    short: bytes, full: bytes, vote: Vote, ballot: Ballot, headers: Headers
+) -> Protocol[tuple[Heard, Sequence[Sequence[int]]]]:
+    """Return what was said, and each rank's numbers."""
+    words: list[int] = []
+    voices = _voices(headers)
+    for ranks, length in voices:
+        own = (full if length == len(full) else short) if ranks[0] == ballot.rank else bytes(length)
+        words += _wire.pack_bytes(own)
+    numbers: list[Sequence[int]] = [row.ranges for row in headers.values()]
+    most = max(row.num_ranges for row in headers.values())
+    rows = most > INLINE_RANGES and not _stopped(headers)
+    start, width = len(words), most * _wire.NUMBER_WORDS
+    if rows:
+        for rank in ballot.members:
+            words += _numbers(vote.ranges if rank == ballot.rank else (), most)
     reduced = yield AllReduceMax(ballot.members, tuple(words))
-    bodies, at = {}, 0
-    for rank, length in speakers.items():
+    heard, at = [], 0
+    for ranks, length in voices:
         segment = reduced[at : at + _wire.words_for(length)]
-        bodies[rank] = json.loads(_wire.unpack_bytes(segment, length))
+        heard.append((ranks, json.loads(_wire.unpack_bytes(segment, length))))
         at += len(segment)
-    return bodies
+    if rows:
+        numbers = [reduced[i : i + width] for i in range(start, len(reduced), width)]
+    return heard, numbers
 
 
 def _conclude(
-    heard: Mapping[int, dict[str, Any]], headers: Mapping[int, _Header], ballot: Ballot
+    heard: Heard, numbers: Sequence[Sequence[int]], headers: Headers, ballot: Ballot
 ) -> Decision:
     """Decide from what was said; a pure function of data that every rank holds alike."""
-    failing = {rank for rank, row in headers.items() if row.status != OK}
+    failing = [rank for rank, row in headers.items() if row.status != OK]
     mixed = len({row.phase for row in headers.values()}) > 1
-    phases = _phases(heard)
+    phases = _phases(heard) if mixed else ()
     if failing:
         return Decision(
             messages=3,
             failures=_failures(heard, failing),
             fatal=any(row.status == FATAL for row in headers.values()),
-            phases=phases if mixed else (),
+            phases=phases,
             same_position=_same_position(headers, ballot),
         )
     if mixed:
         return Decision(messages=3, phases=phases)
-    differences = _differences(heard)
-    if not differences and len(heard) < len(headers):
-        unheard = tuple(rank for rank in headers if rank not in heard)
-        differences = (Difference("votes", ((f"more than {MAX_VOICES} kinds", unheard),)),)
-    return Decision(messages=3, differences=differences, ranges=_body_ranges(heard))
-
-
-def _phases(heard: Mapping[int, dict[str, Any]]) -> tuple[tuple[int, str], ...]:
-    """Return each rank's phase; the agreement's number is added where names alone are equal."""
-    alike = len({body["phase"] for body in heard.values()}) == 1
-    return tuple(
-        (rank, f"{body['phase']} (agreement {body['sequence']})" if alike else body["phase"])
-        for rank, body in sorted(heard.items())
+    names = heard[0][1]["ranges"]
+    alike = all(body["ranges"] == names for _, body in heard)
+    return Decision(
+        messages=3,
+        differences=_differences(heard),
+        ranges=_ranges(names, numbers) if alike else (),
     )
 
 
-def _same_position(headers: Mapping[int, _Header], ballot: Ballot) -> bool:
+def _phases(heard: Heard) -> tuple[tuple[int, str], ...]:
+    """Return each rank's phase; the agreement's number is added where names alone are equal."""
+    alike = len({body["phase"] for _, body in heard}) == 1
+    return tuple(
+        sorted(
+            (rank, f"{body['phase']} (agreement {body['sequence']})" if alike else body["phase"])
+            for ranks, body in heard
+            for rank in ranks
+        )
+    )
+
+
+def _same_position(headers: Headers, ballot: Ballot) -> bool:
     sets = (ballot.members, *ballot.sets)
     return all(
         len({headers[rank].positions[slot] for rank in ranks}) == 1
@@ -229,119 +259,136 @@ def _same_position(headers: Mapping[int, _Header], ballot: Ballot) -> bool:
 _SPEAKER = -1  # stands for the rank that says it, so that equal failures have equal bodies
 
 
-def _where(vote: Vote, ballot: Ballot) -> dict[str, Any]:
-    return {"phase": bounded(vote.phase, 256), "sequence": ballot.sequence}
-
-
-def _brief(vote: Vote, ballot: Ballot) -> bytes:
-    return json.dumps(_where(vote, ballot)).encode()
-
-
-def _full(vote: Vote, ballot: Ballot) -> bytes:
-    body = _where(vote, ballot)
+def _bodies(vote: Vote, ballot: Ballot) -> tuple[bytes, bytes]:
+    """Return what decides, and the same with what explains it."""
+    phase = bounded(vote.phase, 256)
+    if phase != vote.phase:  # two long phases must not look the same
+        phase += f" [{_wire.digest([_wire.utf8(vote.phase)]):x}]"
+    body: Body = {"phase": phase, "sequence": ballot.sequence, "plan": ballot.plan}
     if vote.failures:
-        body["failures"] = [
+        return b"", _failure_body(body, vote, ballot)
+    body["ranges"] = [name for name, _ in vote.ranges]
+    rows: list[list[Any]] = [
+        [_wire.pack_ranks(fact.scope), fact.name, _shown(fact.key), fact.advice]
+        for fact in vote.facts
+    ]
+    body["facts"] = rows
+    short = json.dumps(body).encode()
+    for fact, row in zip(vote.facts, rows, strict=True):
+        row.append({str(name): bounded(text, 512) for name, text in fact.items().items()})
+    full = json.dumps(body).encode()
+    return short, full if len(full) <= BODY_LIMIT else short
+
+
+def _shown(key: bytes) -> str:
+    return key.hex() if len(key) <= 32 else f"{_wire.digest([key]):016x}"
+
+
+def _failure_body(body: Body, vote: Vote, ballot: Ballot) -> bytes:
+    """Return the failures as far as they fit: tracebacks go first, then the higher ranks."""
+
+    def say(failures: Sequence[Failure]) -> bytes:
+        rows = [
             [
                 _SPEAKER if f.rank == ballot.rank else f.rank,
                 *(f.type_name, f.message, f.traceback, list(f.type_names), f.phase),
             ]
-            for f in vote.failures[:MAX_VOICES]
+            for f in failures
         ]
-        return json.dumps(body).encode()
-    body["ranges"] = [[name, *_wire.number_words(value)] for name, value in vote.ranges]
-    rows: list[list[Any]] = [
-        [list(f.scope), f.name, f.key.hex() if len(f.key) <= 32 else _hashed(f.key), f.advice]
-        for f in vote.facts
-    ]
-    for fact, row in zip(vote.facts, rows, strict=True):
-        row.append({str(name): bounded(text, 512) for name, text in fact.items().items()})
-    body["facts"] = rows
-    data = json.dumps(body).encode()
-    if len(data) > BODY_LIMIT:  # keys still decide; only the details are dropped
-        body["facts"] = [[*row[:4], {}] for row in rows]
-        data = json.dumps(body).encode()
-    return data
+        return json.dumps({**body, "failures": rows}).encode()
+
+    kept = vote.failures[:MAX_VOICES]
+    if len(say(kept)) > BODY_LIMIT:
+        kept = tuple(map(_shortened, kept))
+    while len(said := say(kept)) > BODY_LIMIT and len(kept) > 1:
+        kept = kept[: len(kept) // 2]
+    return said
 
 
-def _hashed(key: bytes) -> str:
-    return f"{_wire.digest([key]):016x}"
+def _shortened(failure: Failure) -> Failure:
+    message, phase = bounded(failure.message, BRIEF), bounded(failure.phase, BRIEF)
+    return replace(failure, message=message, phase=phase, traceback="")
 
 
-def _failures(heard: Mapping[int, dict[str, Any]], failing: set[int]) -> tuple[Failure, ...]:
+def _failures(heard: Heard, failing: Sequence[int]) -> tuple[Failure, ...]:
     """Return what each failing rank reported; like-minded ranks share one body.
 
     A rank that failed because a nested group had decided to fail forwards that group's failures,
     so root causes are listed under the ranks where they happened.
     """
+    said = {rank: body for ranks, body in heard for rank in ranks}
     found: dict[int, Failure] = {}
-    for rank in sorted(failing):
-        if rank not in heard:
+    for rank in failing:
+        if rank not in said:
             found.setdefault(rank, Failure(rank, "unreported", "too many causes", ""))
             continue
-        for where, kind, message, trace, names, phase in heard[rank]["failures"]:
+        for where, kind, message, trace, names, phase in said[rank]["failures"]:
             at = rank if where == _SPEAKER else where
             found.setdefault(at, Failure(at, kind, message, trace, tuple(names), phase))
     return tuple(found[rank] for rank in sorted(found))
 
 
-def _ranges(vote: Vote, headers: Mapping[int, _Header]) -> tuple[RangeOf, ...]:
-    rows = [row.ranges for row in headers.values()]
+def _ranges(names: Sequence[str], numbers: Sequence[Sequence[int]]) -> tuple[RangeOf, ...]:
     size = _wire.NUMBER_WORDS
-    return tuple(
-        _range(name, [_wire.word_number(row[i * size : (i + 1) * size]) for row in rows])
-        for i, (name, _) in enumerate(vote.ranges)
-    )
+    found = []
+    for i, name in enumerate(names):
+        values = [_wire.word_number(row[i * size : (i + 1) * size]) for row in numbers]
+        key = _wire.number_key
+        found.append(RangeOf(name, min(values, key=key), max(values, key=key)))
+    return tuple(found)
 
 
-def _body_ranges(heard: Mapping[int, dict[str, Any]]) -> tuple[RangeOf, ...]:
-    bodies = list(heard.values())
-    return tuple(
-        _range(name, [_wire.word_number(body["ranges"][i][1:]) for body in bodies])
-        for i, (name, *_) in enumerate(bodies[0]["ranges"])
-    )
-
-
-def _range(name: str, values: Sequence[Number]) -> RangeOf:
-    return RangeOf(name, min(values, key=_wire.number_key), max(values, key=_wire.number_key))
-
-
-def _differences(heard: Mapping[int, dict[str, Any]]) -> tuple[Difference, ...]:
+def _differences(heard: Heard) -> tuple[Difference, ...]:
     """Compare each fact among the ranks of its scope, and only among them.
 
     The opening may compare more ranks than must agree (sibling meshes share a pair), so a
     mismatch there can turn out to be none: facts may differ across meshes by right.
     """
-    facts: dict[tuple[Ranks, str], dict[int, tuple[str, str, dict[str, str]]]] = {}
-    for rank, body in heard.items():
-        for scope, name, key, advice, items in body["facts"]:
-            facts.setdefault((tuple(scope), name), {})[rank] = (key, advice, items)
-    found: list[Difference] = []
-    for (scope, name), by_rank in facts.items():
-        expected = {rank for rank in heard if not scope or rank in scope}
-        if len({key for key, _, _ in by_rank.values()}) > 1 or set(by_rank) != expected:
-            found += _explain(name, {rank: by_rank.get(rank) for rank in sorted(expected)})
+    found = _unlike("control group's plan", [(r, f"{body['plan']:016x}") for r, body in heard])
+    found += _unlike("names of ranges", [(r, repr(body["ranges"])) for r, body in heard])
+    facts: dict[tuple[str, str, int], list[_Said]] = {}
+    for ranks, body in heard:
+        times: Counter[tuple[str, str]] = Counter()  # a name may be brought more than once
+        for runs, name, key, advice, *items in body["facts"]:
+            where = json.dumps(runs), name
+            said = _Said(ranks, key, advice, items[0] if items else {})
+            facts.setdefault((*where, times[where]), []).append(said)
+            times[where] += 1
+    everyone = [rank for ranks, _ in heard for rank in ranks]
+    for (runs, name, _), said_by in facts.items():
+        scope = _wire.unpack_ranks(json.loads(runs)) or everyone
+        silent = set(scope).difference(*(said.ranks for said in said_by))
+        if silent or len({said.key for said in said_by}) > 1:
+            found += _explain(name, said_by, tuple(sorted(silent)))
     return tuple(found)
 
 
-def _explain(
-    name: str, by_rank: Mapping[int, tuple[str, str, dict[str, str]] | None]
-) -> list[Difference]:
-    advice = next(said[1] for said in by_rank.values() if said is not None)
-    details = {rank: said[2] if said is not None else {} for rank, said in by_rank.items()}
-    listed = list(dict.fromkeys(item for items in details.values() for item in items))
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What some ranks hold as one fact."""
+
+    ranks: Ranks
+    key: str
+    advice: str
+    items: Mapping[str, str]
+
+
+def _explain(name: str, said_by: Sequence[_Said], silent: Ranks) -> list[Difference]:
+    advice = said_by[0].advice
+    absent = [(silent, "absent")] if silent else []
     found = []
-    for item in listed:
-        values: dict[str, Ranks] = {}
-        for rank, items in details.items():
-            text = items.get(item, "absent")
-            values[text] = (*values.get(text, ()), rank)
-        if len(values) > 1:
-            what = f"{name}: {item}" if item else name
-            found.append(Difference(what, tuple(values.items()), advice))
+    for item in dict.fromkeys(item for said in said_by for item in said.items):
+        texts = [(said.ranks, said.items.get(item, "absent")) for said in said_by]
+        found += _unlike(f"{name}: {item}" if item else name, texts + absent, advice)
     if not found:  # details were too large to send, or equal texts hide different values
-        keys: dict[str, Ranks] = {}
-        for rank, said in by_rank.items():
-            text = f"digest {said[0]}" if said is not None else "absent"
-            keys[text] = (*keys.get(text, ()), rank)
-        found.append(Difference(name, tuple(keys.items()), advice))
+        texts = [(said.ranks, f"digest {said.key}") for said in said_by]
+        found = _unlike(name, texts + absent, advice)
     return found
+
+
+def _unlike(name: str, texts: Sequence[tuple[Ranks, str]], advice: str = "") -> list[Difference]:
+    """Return a difference unless all texts are equal; values in the order of their first rank."""
+    values: dict[str, Ranks] = {}
+    for ranks, text in sorted(texts):
+        values[text] = tuple(sorted((*values.get(text, ()), *ranks)))
+    return [Difference(name, tuple(values.items()), advice)] if len(values) > 1 else []

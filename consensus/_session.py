@@ -126,18 +126,25 @@ class Session:
             self._rounds.update(own)
         return planned
 
+    def times_planned(self, scopes: Sequence[Scope]) -> tuple[tuple[Ranks, int], ...]:
+        """Return how often each of these scopes has been planned with; equal on its ranks."""
+        return tuple((ranks, self._rounds[ranks]) for ranks in maximal(s.ranks for s in scopes))
+
     def plan_once(self, scopes: tuple[Scope, ...], *, patience: Patience) -> Planned:
         """Return the plan for scopes that a caller names; handed out again without planning.
 
-        One named scope is its own plan: its members call with the same one by contract.
+        The whole job is its own plan. A smaller scope is not: its members may be tied, through
+        scopes that this rank cannot see, to ranks outside of it.
         """
-        if len(scopes) == 1 and not scopes[0].manifest:
+        if len(scopes) == 1 and len(scopes[0].ranks) == self.world_size and not scopes[0].manifest:
             return Planned(Plan(scopes[0].ranks))
         if scopes not in self._plans:
             self._plans[scopes] = self.plan(scopes, patience=patience)
         return self._plans[scopes]
 
-    def channel(self, plan: Plan, backend: str, inherited: Link | None) -> Channel:
+    def channel(
+        self, plan: Plan, backend: str, inherited: Link | None, *, patience: Patience
+    ) -> Channel:
         """Return the channel of a plan; made, tried and agreed on by all members the first time.
 
         Raises:
@@ -147,7 +154,7 @@ class Session:
         key = (plan.members, plan.sets, backend)
         with self.lock:
             if key not in self._channels:
-                self._channels[key] = self._make_channel(plan, backend, inherited)
+                self._channels[key] = self._make_channel(plan, backend, inherited, patience)
             return self._channels[key]
 
     def vote(self, vote: Vote, plan: Plan, channel: Channel, *, patience: Patience) -> Decision:
@@ -187,10 +194,13 @@ class Session:
 
     # ---- making a channel ----
 
-    def _make_channel(self, plan: Plan, backend: str, inherited: Link | None) -> Channel:
+    def _make_channel(
+        self, plan: Plan, backend: str, inherited: Link | None, patience: Patience
+    ) -> Channel:
         members = plan.members
         key = f"channel/{plan.key:016x}"
-        met = self._tally(key, members, digest([plan.key.to_bytes(8, "little"), backend.encode()]))
+        wanted = digest([plan.key.to_bytes(8, "little"), backend.encode()])
+        met = self._tally(key, members, wanted, patience)
         if not met.same:
             raise EnclosureError(
                 f"ranks {list(members)} want different control groups; they must pass the same "
@@ -207,8 +217,9 @@ class Session:
         by_store = StoreLink(self._client, name, members, self.rank)
         if backend == "store":
             return Channel(name, members, by_store)
-        link, reason = self._try_gloo(name, members)
-        if self._tally(f"{name}/trial", members, 1 if link is not None else 2).same and link:
+        link, reason = self._try_gloo(name, members, patience)
+        tried = 1 if link is not None else 2
+        if self._tally(f"{name}/trial", members, tried, patience).same and link:
             return Channel(name, members, link)
         if link is not None:
             link.close()
@@ -220,8 +231,8 @@ class Session:
         )
         return Channel(name, members, by_store)
 
-    def _tally(self, key: str, members: Ranks, value: int) -> Verdict:
-        patience = Patience("making the control group", hard=data_plane_timeout())
+    def _tally(self, key: str, members: Ranks, value: int, whole: Patience) -> Verdict:
+        patience = Patience(whole.phase, hard=whole.left)  # posts once, so one for each key
         patience.on_wait = lambda: self._post(key, 0, patience.phase, ())
         protocol = tally(key, members, value, nonce=secrets.token_hex(8))
         try:
@@ -229,7 +240,7 @@ class Session:
         except LinkBroken as broken:
             raise AgreementBroken(self._absence(key, members, 0, patience, broken)) from None
 
-    def _try_gloo(self, name: str, members: Ranks) -> tuple[Link | None, str]:
+    def _try_gloo(self, name: str, members: Ranks, patience: Patience) -> tuple[Link | None, str]:
         """Make a gloo link and ask it a question whose answer is known."""
         if not dist.is_gloo_available():
             return None, "this torch has no gloo"
@@ -238,7 +249,8 @@ class Session:
         try:
             link = _transport.make_gloo(self._store, name, members, self.rank)
             asked = (index + 1, size - index)
-            got = tuple(link.all_reduce_max(asked, Patience("control group trial", hard=TRIAL_S)))
+            trial = Patience("control group trial", hard=min(TRIAL_S, patience.left))
+            got = tuple(link.all_reduce_max(asked, trial))
         except (RuntimeError, LinkBroken) as error:
             return None, str(error)
         if got != (size, size):

@@ -33,6 +33,10 @@ class StoreClient:
         """Set ``key``."""
         self._call(lambda store: store.set(key, value), patience)
 
+    def claim(self, key: str, value: bytes, patience: Patience) -> bytes:
+        """Set ``key`` unless it is set; return what it holds now, the same to everyone."""
+        return bytes(self._call(lambda store: store.compare_set(key, b"", value), patience))
+
     def add(self, key: str, amount: int, patience: Patience) -> int:
         """Add to a counter and return its new value."""
         return int(self._call(lambda store: store.add(key, amount), patience))

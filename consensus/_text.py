@@ -7,18 +7,22 @@ import traceback
 from collections.abc import Sequence
 
 MESSAGE_LIMIT = 4096  # bytes of one exception's message
+NAME_LIMIT = 256  # bytes of one type's name
 TRACEBACK_LIMIT = 8192  # bytes of one formatted traceback; the end is what a reader needs
 
 
 def type_names(kind: type[BaseException]) -> tuple[str, ...]:
     """Return qualified names of ``kind`` and its bases, the class itself first."""
-    return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[:-1])
+    return tuple(
+        bounded(f"{base.__module__}.{base.__qualname__}", NAME_LIMIT) for base in kind.__mro__[:-1]
+    )
 
 
 def short_name(kind: type[BaseException]) -> str:
     """Return "ValueError" for built-ins, else "package.Name" without the modules between."""
-    root = kind.__module__.split(".", 1)[0]
-    return kind.__qualname__ if root == "builtins" else f"{root}.{kind.__qualname__}"
+    root = str(kind.__module__).split(".", 1)[0]  # a class may set it to anything
+    name = kind.__qualname__ if root == "builtins" else f"{root}.{kind.__qualname__}"
+    return bounded(name, NAME_LIMIT)
 
 
 def message_of(error: BaseException) -> str:

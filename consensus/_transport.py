@@ -18,12 +18,13 @@ from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ReduceOp
 
 from consensus._protocol import AllReduceMax
 from consensus._store import StoreClient
-from consensus._waiting import SLICE_S, LinkBroken, Patience
+from consensus._waiting import NAMING_S, SLICE_S, LinkBroken, Patience
 from consensus.vote import Ranks
 
 T = TypeVar("T")
 
 _SLICE = timedelta(seconds=SLICE_S)
+_WORDS, _GIVEN_UP = b"=", b"!"  # what a key of a vote over the store begins with
 
 
 class Link(Protocol):
@@ -112,8 +113,14 @@ class GroupLink:
 class StoreLink:
     """A vote over the job's store: set own words, read everybody's. No group at all.
 
-    Cannot be poisoned and names late ranks by itself, but one server answers N^2 reads, so it is
-    the fallback where no control group can be made.
+    Names late ranks by itself, but one server answers N^2 reads, so it is the fallback where no
+    control group can be made.
+
+    [Note: a vote over the store is given up by all or by none]
+    The words of a rank that gives up stay readable, so a late rank could still complete the vote
+    and then step alone. Therefore who gives up claims the place of a rank that has not come: a
+    key holds what is written first, so either that rank's words arrive after all, or every rank,
+    the late one included, finds that the vote was given up.
     """
 
     device = torch.device("cpu")
@@ -129,21 +136,53 @@ class StoreLink:
         if self._closed:
             raise LinkBroken("the control group was closed", expired=False)
         layout = f"<{len(words)}q"
-        self._client.put(self._key(self._round, self._rank), struct.pack(layout, *words), patience)
+        own = _WORDS + struct.pack(layout, *words)
+        self._raise_if_given_up(
+            self._client.claim(self._key(self._round, self._rank), own, patience)
+        )
         rows = []
         for member in self._members:
-            data = self._client.wait(self._key(self._round, member), patience)
-            if len(data) != 8 * len(words):
+            data = self._words_of(member, patience)
+            if len(data) != len(own):
                 raise LinkBroken(f"rank {member} sent {len(data)} bytes", expired=False)
-            rows.append(struct.unpack(layout, data))
+            rows.append(struct.unpack(layout, data[len(_WORDS) :]))
         if self._round:  # everyone who wrote this round has read the one before
             self._client.drop([self._key(self._round - 1, self._rank)], patience)
         self._round += 1
         return [max(column) for column in zip(*rows, strict=True)]
 
     def close(self) -> None:
-        """Refuse further votes; peers find this rank late."""
+        """Refuse further votes; peers that wait, and those that come, are told."""
+        if self._closed:
+            return
         self._closed = True
+        said = _GIVEN_UP + b"rank %d left" % self._rank
+        patience = Patience("closing the control group", hard=NAMING_S)
+        for member in (self._rank, *self._members):
+            try:
+                found = self._client.claim(self._key(self._round, member), said, patience)
+            except LinkBroken:
+                return  # they wait until their own deadline
+            if found.startswith(_GIVEN_UP):
+                return
+
+    def _words_of(self, member: int, patience: Patience) -> bytes:
+        key = self._key(self._round, member)
+        try:
+            data = self._client.wait(key, patience)
+        except LinkBroken as broken:
+            if not broken.expired:
+                raise
+            said = b"rank %d waited %.1f s for rank %d" % (self._rank, patience.waited, member)
+            data = self._client.claim(key, _GIVEN_UP + said, patience)
+        self._raise_if_given_up(data, expired=patience.left <= 0)
+        return data
+
+    @staticmethod
+    def _raise_if_given_up(data: bytes, *, expired: bool = False) -> None:
+        if data.startswith(_GIVEN_UP):
+            said = data[len(_GIVEN_UP) :].decode()
+            raise LinkBroken(f"the vote was given up: {said}", expired=expired)
 
     def _key(self, number: int, member: int) -> str:
         return f"{self._name}/vote/{number}/{member}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from consensus._session import AgreementBroken
-from consensus._text import join_ranks, tidy
+from consensus._text import tidy
 from consensus.errors import (
     ConsensusError,
     Disagreement,
@@ -11,8 +11,9 @@ from consensus.errors import (
     GroupFailure,
     LateRanks,
     PhaseMismatch,
+    who_holds,
 )
-from consensus.vote import Decision, Difference, Vote
+from consensus.vote import Decision, Difference, Ranks, Vote
 
 _CLOSED = "the control group is closed"
 _LOST = "the agreement did not come about"
@@ -46,6 +47,18 @@ def raise_if_decided(decision: Decision, vote: Vote) -> None:
         raise error
 
 
+def raise_conflict(conflict: tuple[tuple[str, Ranks], ...]) -> None:
+    """Raise what planning found, if ranks would use a mesh that they share in different ways."""
+    if conflict:
+        shown = {mode.strip("/") or "default": ranks for mode, ranks in conflict}
+        raise Disagreement(
+            "planning",
+            "sharded_mode, control backend or process group",
+            shown,
+            advice="Ranks that share a mesh must build the optimizer with the same mode.",
+        )
+
+
 def late_ranks(phase: str, broken: AgreementBroken) -> LateRanks:
     """Return the error for an agreement that did not come about."""
     absent = broken.absence
@@ -77,11 +90,7 @@ def broken_error(vote: Vote, own: tuple[Failure, ...], broken: AgreementBroken) 
 
 def _disagreement(phase: str, differences: tuple[Difference, ...]) -> Disagreement:
     first, *others = differences
-    more = [
-        f"also {other.name}: "
-        + "; ".join(f"{value} on {join_ranks(ranks)}" for value, ranks in other.values)
-        for other in others[: MAX_LINES - 1]
-    ]
+    more = [f"also {other.name}: {who_holds(other.values)}" for other in others[: MAX_LINES - 1]]
     if len(others) >= MAX_LINES:
         more.append(f"and {len(others) - MAX_LINES + 1} more differences")
     return Disagreement(

@@ -94,6 +94,29 @@ def number_bytes(value: int | float) -> bytes:
     return struct.pack("<Qh", key, residual)
 
 
+def utf8(text: str) -> bytes:
+    """Return the bytes of any text; file names may hold halves of surrogate pairs."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def pack_ranks(ranks: Iterable[int]) -> list[list[int]]:
+    """Return sorted ranks as runs of [first, step, count]: those of a mesh take few runs."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][2] == 1:
+            runs[-1][1:] = rank - runs[-1][0], 2
+        elif runs and rank == runs[-1][0] + runs[-1][1] * runs[-1][2]:
+            runs[-1][2] += 1
+        else:
+            runs.append([rank, 1, 1])
+    return runs
+
+
+def unpack_ranks(runs: Iterable[Sequence[int]]) -> list[int]:
+    """Return the ranks that :func:`pack_ranks` packed."""
+    return [first + step * i for first, step, count in runs for i in range(count)]
+
+
 def pack_bytes(data: bytes) -> list[int]:
     """Return ``data`` as non-negative words, seven bytes each; the length travels apart."""
     return [

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from consensus._nesting import Nesting
 from consensus._session import AgreementBroken
 from consensus._text import bounded, message_of, short_name, traceback_of, type_names
 from consensus._verdict import broken_error, error_of
+from consensus._wire import number_key
 from consensus.errors import Failure, GroupFailure
 from consensus.groups import ControlGroup, Source, control_device, control_group
 from consensus.vote import Decision, Fact, Number, RangeOf, Vote
@@ -65,6 +67,7 @@ def any_failed(
         ``failed`` unchanged when not distributed or alone.
 
     Raises:
+        GroupFailure: On every member, when an argument of one cannot be used.
         PhaseMismatch: A member is in another agreement.
         LateRanks: A member did not come.
 
@@ -72,8 +75,9 @@ def any_failed(
         One all_reduce(MAX) of 2 int64 when all flags are equal, a second when they are not.
         Every member must call.
     """
-    found = _agree_ranges("any_failed", [("failed", bool(failed))], group, device, timeout)
-    return bool(found[0].maximum)
+    with _reading("any_failed", group, device, timeout) as control:
+        ranges: list[tuple[str, Number]] = [("failed", bool(failed))]
+    return bool(_agree_ranges("any_failed", ranges, control, timeout)[0].maximum)
 
 
 @untraced
@@ -98,7 +102,9 @@ def agree_range(
         timeout: Hard deadline in seconds; None is the group's own.
 
     Raises:
-        ValueError: An int outside int64, a tensor of another size, or unequal numbers of names.
+        GroupFailure: On every member, when an argument of one cannot be used: an int outside
+            int64, a tensor of another size, an unequal number of names.
+        ValueError: The same, unwrapped, when not distributed or alone.
         PhaseMismatch: A member is in another agreement.
         LateRanks: A member did not come.
 
@@ -106,12 +112,10 @@ def agree_range(
         One all_reduce(MAX) of 2 int64 when all are equal; a second of 23 int64 a rank when not;
         a third when there are more than 8 values. Every member must call.
     """
-    numbers = [scalar(value) for value in values]
-    labels = list(names) if names is not None else [f"value {i}" for i in range(len(numbers))]
-    if len(labels) != len(numbers):
-        raise ValueError(f"expected one name a value; got {len(labels)} for {len(numbers)} values")
-    listed = list(zip(labels, numbers, strict=True))
-    found = _agree_ranges(f"agree_range({', '.join(labels)})", listed, group, device, timeout)
+    with _reading("agree_range", group, device, timeout) as control:
+        listed = _named(values, names)
+    phase = f"agree_range({', '.join(name for name, _ in listed)})"
+    found = _agree_ranges(phase, listed, control, timeout)
     return ControlRange(
         minimum=tuple(item.minimum for item in found),
         maximum=tuple(item.maximum for item in found),
@@ -139,7 +143,8 @@ def agree_same(
 
     Raises:
         Disagreement: Two members bring different values; the message says who holds what.
-        TypeError: JSON cannot hold ``value``.
+        GroupFailure: On every member, when JSON cannot hold the ``value`` of one.
+        TypeError: The same, unwrapped, when not distributed or alone.
         PhaseMismatch: A member is in another agreement.
         LateRanks: A member did not come.
 
@@ -147,10 +152,11 @@ def agree_same(
         One all_reduce(MAX) of 2 int64 when all are equal; two more when not. Every member must
         call.
     """
-    control = _resolve(group, device)
-    fact = same_fact(name, value)
+    phase = f"agree_same({name})"
+    with _reading(phase, group, device, timeout) as control:
+        fact = same_fact(name, value)
     if not control.is_local:
-        hold(control, Vote(f"agree_same({name})", facts=(fact,)), timeout=timeout)
+        hold(control, Vote(phase, facts=(fact,)), timeout=timeout)
 
 
 class fail_together:
@@ -210,6 +216,7 @@ def hold(
     """Hold one agreement and raise what the group decides; ``error`` is this rank's own failure."""
     if not _seams.agreement:
         return Decision(0, ranges=tuple(RangeOf(n, value, value) for n, value in vote.ranges))
+    nesting().refuse(group.channel)
     fatal = error is not None and not isinstance(error, Exception)
     if error is not None:
         failures = failures_of(error, torch.distributed.get_rank(), vote.phase)
@@ -254,43 +261,62 @@ def failures_of(error: BaseException, rank: int, phase: str) -> tuple[Failure, .
 def same_fact(name: str, value: Any) -> Fact:
     """Return a fact that holds ``value``, to be equal on all members."""
     if isinstance(value, bytes):
-        key, shown = value, f"{len(value)} bytes, {hashlib.sha256(value).hexdigest()[:12]}"
+        key = b"bytes " + value
+        shown = f"{len(value)} bytes, {hashlib.sha256(value).hexdigest()[:12]}"
     else:
         text = json.dumps(value, sort_keys=True)
-        key, shown = text.encode(), bounded(text, 200)
+        key, shown = b"json " + text.encode(), bounded(text, 200)
     if len(key) > 32:
         key = hashlib.blake2b(key, digest_size=32).digest()
     return Fact(name, key, lambda: {"": shown})
 
 
 def scalar(value: Number | Tensor) -> Number:
-    """Return a number; a one-element tensor is read, which waits for its device."""
+    """Return a number that can be sent; a tensor is read, which waits for its device.
+
+    Raises:
+        ValueError: A tensor of more than one element, or an int outside of int64.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"expected a one-element tensor; got {value.shape=}")
-        item: Number = value.item()
-        return item
+        value = value.item()
+    number_key(value)
     return value
 
 
+def _named(
+    values: Iterable[Number | Tensor], names: Sequence[str] | None
+) -> list[tuple[str, Number]]:
+    numbers = [scalar(value) for value in values]
+    labels = list(names) if names is not None else [f"value {i}" for i in range(len(numbers))]
+    if len(labels) != len(numbers):
+        raise ValueError(f"expected one name a value; got {len(labels)} for {len(numbers)} values")
+    return list(zip(labels, numbers, strict=True))
+
+
 def _agree_ranges(
-    phase: str,
-    ranges: list[tuple[str, Number]],
-    group: Source,
-    device: torch.device | str | None,
-    timeout: float | None,
+    phase: str, ranges: list[tuple[str, Number]], control: ControlGroup, timeout: float | None
 ) -> tuple[RangeOf, ...]:
-    control = _resolve(group, device)
     if control.is_local:
         return tuple(RangeOf(name, value, value) for name, value in ranges)
     return hold(control, Vote(phase, ranges=tuple(ranges)), timeout=timeout).ranges
 
 
-def _resolve(group: Source, device: torch.device | str | None) -> ControlGroup:
-    control = control_group(group).prepare()
-    if device is not None and not control.is_local:
-        control_device(group, hint=device)
-    return control
+@contextmanager
+def _reading(
+    phase: str, source: Source, device: torch.device | str | None, timeout: float | None
+) -> Iterator[ControlGroup]:
+    """Hand out the group to read arguments for: one that is unusable is told to its members."""
+    group = control_group(source).prepare(timeout)
+    try:
+        if device is not None and not group.is_local:
+            control_device(source, hint=device)
+        yield group
+    except Exception as error:
+        if not group.is_local:
+            hold(group, Vote(phase), error=error, timeout=timeout)
+        raise
 
 
 _local = threading.local()

@@ -13,8 +13,9 @@ is private and apart from the groups that move data.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from consensus._wire import digest
 from consensus.vote import Ballot, Ranks
@@ -36,11 +37,11 @@ class Plan:
     members: Ranks
     sets: tuple[Ranks, ...] = ()  # proper subsets of members with facts of their own
     slots: tuple[tuple[Ranks, int], ...] = ()  # scope -> pair of words; 0 is everyone's
+    key: int = field(init=False)  # a digest of the plan; part of every vote
 
-    @property
-    def key(self) -> int:
-        """A digest of the plan; part of every vote."""
-        return digest([_rank_bytes(self.members), *(_rank_bytes(ranks) for ranks in self.sets)])
+    def __post_init__(self) -> None:
+        key = digest([_rank_bytes(self.members), *(_rank_bytes(ranks) for ranks in self.sets)])
+        object.__setattr__(self, "key", key)  # once: its cost grows with the number of ranks
 
     def ballot(self, *, rank: int, sequence: int) -> Ballot:
         """Return where ``rank`` casts its vote number ``sequence``."""
@@ -76,24 +77,30 @@ def components(scopes: Iterable[Ranks]) -> tuple[Ranks, ...]:
 def plan_of(records: Mapping[int, Sequence[Scope]]) -> Plan:
     """Return the plan of one component from the scopes that each of its ranks declared.
 
-    Scopes on which all members hold the same manifest, such as the sibling sub-meshes of a TP x
-    FSDP layout, share one pair of words: N / tp of them cost one. (A mismatch is resolved scope
-    by scope afterwards, so sharing never raises a false alarm.) A shared set that covers all
-    members needs no pair of its own.
+    Disjoint scopes on which all members hold the same manifest, such as the sibling sub-meshes of
+    a TP x FSDP layout, share one pair of words: N / tp of them cost one. (A mismatch is resolved
+    scope by scope afterwards, so sharing never raises a false alarm.) A shared set that covers
+    all members needs no pair of its own. Overlapping scopes share none: a rank in both would hold
+    twice what its peers hold once, and every vote would look like a mismatch.
     """
     members = rank_set(rank for scopes in records.values() for s in scopes for rank in s.ranks)
     kinds: dict[Ranks, set[int]] = {}
     for scopes in records.values():
         for scope in scopes:
             kinds.setdefault(scope.ranks, set()).add(scope.manifest)
-    unions: dict[tuple[int, ...], set[int]] = {}
+    alike: dict[frozenset[int], list[Ranks]] = {}
     for ranks, manifests in kinds.items():
-        unions.setdefault(tuple(sorted(manifests)), set()).update(ranks)
-    sets = sorted({rank_set(union) for union in unions.values()} - {members})
-    slots = []
-    for ranks, manifests in sorted(kinds.items()):
-        union = rank_set(unions[tuple(sorted(manifests))])
-        slots.append((ranks, 0 if union == members else 1 + sets.index(union)))
+        alike.setdefault(frozenset(manifests), []).append(ranks)
+    set_of: dict[Ranks, Ranks] = {}
+    for siblings in alike.values():
+        union = rank_set(rank for ranks in siblings for rank in ranks)
+        disjoint = len(union) == sum(len(ranks) for ranks in siblings)
+        set_of.update({ranks: union if disjoint else ranks for ranks in siblings})
+    sets = sorted(set(set_of.values()) - {members})
+    slots = [
+        (ranks, 0 if shared == members else 1 + sets.index(shared))
+        for ranks, shared in sorted(set_of.items())
+    ]
     return Plan(members, tuple(sets), tuple(slots) if sets else ())
 
 
@@ -108,4 +115,4 @@ def conflicting_modes(records: Mapping[int, Sequence[Scope]]) -> dict[str, Ranks
 
 
 def _rank_bytes(ranks: Ranks) -> bytes:
-    return b"".join(rank.to_bytes(4, "little") for rank in ranks)
+    return struct.pack(f"<{len(ranks)}I", *ranks)

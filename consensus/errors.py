@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from consensus._text import join_ranks, ranks_are, says_transport, tidy, type_names
+from consensus._wire import number_key
+
+# A message stays readable whatever the number of ranks; the attributes hold everything.
+MAX_CAUSES = 16  # lines
+MAX_PHASES = 8
+MAX_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +91,10 @@ class GroupFailure(ConsensusError):
     def _compose(self, advice: str) -> str:
         ranks = tuple(failure.rank for failure in self.failures)
         lines = [f"{self.phase} failed on {join_ranks(ranks)}, so every rank of the group stops"]
-        for text, same in _by_headline(self.failures).items():
-            lines.append(f"  {join_ranks(same)}: {text}")
+        causes = _by_headline(self.failures).items()
+        lines += _fit([f"  {join_ranks(same)}: {text}" for text, same in causes], MAX_CAUSES)
         if len(set(self.phases.values())) > 1:
-            lines += [
-                f"  {join_ranks(where)} {ranks_are(where)} in {phase!r}"
-                for phase, where in _invert(self.phases).items()
-            ]
+            lines += _fit([f"  {where}" for where in _where(self.phases)], MAX_PHASES)
         if self.late_ranks:
             lines.append(f"  {join_ranks(self.late_ranks)} did not come to this agreement")
         if not self.recoverable:
@@ -135,7 +138,7 @@ class Disagreement(ConsensusError):
         self.name = name
         self.values = dict(values)
         self.minimum, self.maximum = _ends(self.values)
-        shown = "; ".join(f"{value} on {join_ranks(ranks)}" for value, ranks in values.items())
+        shown = who_holds(tuple(self.values.items()))
         lines = [f"{phase}: ranks disagree about {name}: {shown}", *(f"  {line}" for line in more)]
         super().__init__("\n".join([*lines, *([f"  {advice}"] if advice else [])]))
 
@@ -150,10 +153,7 @@ class PhaseMismatch(ConsensusError):
     def __init__(self, phases: Mapping[int, str]) -> None:
         """Compose the message, ranks grouped by phase."""
         self.phases = dict(phases)
-        where = "; ".join(
-            f"{join_ranks(ranks)} {ranks_are(ranks)} in {phase!r}"
-            for phase, ranks in _invert(phases).items()
-        )
+        where = "; ".join(map(str.strip, _fit(_where(phases), MAX_PHASES)))
         super().__init__(
             f"ranks met in different phases: {where}. "
             "Every rank must reach the same agreements in the same order."
@@ -191,7 +191,8 @@ class LateRanks(ConsensusError):
                 f"{phase}: the agreement broke after {seconds:.1f} s, and the store names nobody "
                 "as missing: this rank may have come when the others had given up"
             ]
-        lines += [f"  rank {rank} was last seen in {at!r}" for rank, at in self.phases.items()]
+        seen = _invert(self.phases).items()
+        lines += _fit([f"  {join_ranks(who)} last seen in {at!r}" for at, who in seen], MAX_PHASES)
         if reason:
             lines.append(f"  the transport said: {tidy(reason)}")
         super().__init__("\n".join(lines))
@@ -217,9 +218,42 @@ def _invert(phases: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
     return where
 
 
-def _ends(values: Mapping[str, tuple[int, ...]]) -> tuple[float | None, float | None]:
+def _where(phases: Mapping[int, str]) -> list[str]:
+    return [
+        f"{join_ranks(ranks)} {ranks_are(ranks)} in {phase!r}"
+        for phase, ranks in _invert(phases).items()
+    ]
+
+
+def who_holds(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Return "0.1 on rank 0; 0.2 on ranks 1-3", the first few of many."""
+    texts = [f"{value} on {join_ranks(who)}" for value, who in values]
+    return "; ".join(map(str.strip, _fit(texts, MAX_VALUES)))
+
+
+def _fit(texts: Sequence[str], limit: int) -> list[str]:
+    """Return at most ``limit`` lines of ``texts``, a fair share of each, and what is left out."""
+    shown = texts[:limit]
+    lines: list[str] = []
+    for text in shown:
+        own = text.split("\n")
+        share = max(1, limit // len(shown))
+        lines += own if len(own) <= share else [*own[: share - 1], f"{own[share - 1]} ..."]
+    return lines if len(shown) == len(texts) else [*lines, f"  and {len(texts) - limit} more"]
+
+
+def _ends(
+    values: Mapping[str, tuple[int, ...]],
+) -> tuple[int | float | None, int | float | None]:
     try:
-        numbers = [float(value) for value in values]
-    except ValueError:
+        numbers = [_number(value) for value in values]
+        return min(numbers, key=number_key), max(numbers, key=number_key)
+    except ValueError:  # not all of them are numbers that can be told apart, or there is none
         return None, None
-    return min(numbers), max(numbers)
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)

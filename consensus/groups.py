@@ -27,11 +27,11 @@ from consensus._session import (
     data_plane_timeout,
 )
 from consensus._transport import GroupLink
-from consensus._verdict import late_ranks, raise_if_decided
+from consensus._verdict import late_ranks, raise_conflict, raise_if_decided
 from consensus._waiting import Patience
 from consensus.enclosure import Plan, Scope, components, rank_set
-from consensus.errors import Disagreement, EnclosureError
-from consensus.vote import Decision, Ranks, Vote
+from consensus.errors import EnclosureError
+from consensus.vote import Decision, Fact, Ranks, Vote
 
 Source: TypeAlias = Any  # optimizer, parameter groups, parameters, meshes, process groups, None
 
@@ -59,6 +59,7 @@ class ControlGroup:
         self._manifest: Manifest | None = None
         self._session: Session | None = current_session()
         self._plan: Plan | None = None
+        self._identity: tuple[Fact, ...] = ()
         self._channel: Channel | None = None
         self._scopes: tuple[Scope, ...] = ()
         self._read()
@@ -93,6 +94,11 @@ class ControlGroup:
         return self._manifest
 
     @property
+    def identity(self) -> tuple[Fact, ...]:
+        """Which of the optimizers on these ranks this is: unnamed parameters look all alike."""
+        return self._identity
+
+    @property
     def hard_deadline(self) -> float:
         """Seconds a vote waits for late ranks: the ``timeout`` given, else the data plane's."""
         return self._timeout if self._timeout is not None else data_plane_timeout()
@@ -122,20 +128,25 @@ class ControlGroup:
             return self._plan
         patience = Patience("planning", hard=self._hard(timeout), soft=SOFT_DEADLINE_S)
         ask = session.plan if self._optimizer is not None else session.plan_once
+        before = session.times_planned(self._scopes)
         try:
             planned = ask(self._scopes, patience=patience)
         except AgreementBroken as broken:
             raise late_ranks("planning", broken) from None
-        _raise_conflict(planned.conflict)
+        raise_conflict(planned.conflict)
         self._plan = planned.plan
+        self._identity = tuple(_planned_as(number, ranks) for ranks, number in before)
         return self._plan
 
     def connect(self, timeout: float | None = None) -> ControlGroup:
         """Plan and make the private group, unless that is done or nothing is distributed."""
         plan, session = self.plan(timeout), self._session
         if self._channel is None and plan is not None and session is not None:
+            patience = Patience("making the control group", hard=self._hard(timeout))
             try:
-                channel = session.channel(plan, self._backend, self._inherited(plan))
+                channel = session.channel(
+                    plan, self._backend, self._inherited(plan), patience=patience
+                )
             except AgreementBroken as broken:
                 raise late_ranks("making the control group", broken) from None
             channel.watch(self._data_groups())
@@ -233,10 +244,24 @@ class ControlGroup:
                     f"rank {rank} is not a member of ranks {list(ranks)}; only members agree"
                 )
             manifests.setdefault(ranks, 0)
+        groups = self._group_names()
         return tuple(
-            Scope(ranks, manifest, mode) for ranks, manifest in sorted(manifests.items())
+            Scope(ranks, manifest, mode + groups.get(ranks, ""))
+            for ranks, manifest in sorted(manifests.items())
             if len(ranks) > 1
-        )  # fmt: skip
+        )
+
+    def _group_names(self) -> dict[Ranks, str]:
+        """Return which groups the parameters use: meshes that compare equal may hold others.
+
+        Of a mesh with several axes a rank knows only its own groups, so there is nothing to say.
+        """
+        names: dict[Ranks, str] = {}
+        for mesh in self._manifest.meshes if self._manifest else ():
+            if mesh.ndim == 1 and mesh.size() > 1:
+                ranks = _mesh_ranks(mesh)
+                names[ranks] = f"{names.get(ranks, '')}/group {mesh.get_group().group_name}"
+        return names
 
     def _data_groups(self) -> dict[Ranks, list[Any]]:
         """Return the process groups that move data, by the scope they belong to."""
@@ -284,6 +309,10 @@ def control_group(
     if isinstance(source, Optimizer):
         known = _by_optimizer.get(source)
         if known is None or timeout is not None or backend != "auto":
+            named = getattr(source, "control_group", None)
+            if isinstance(named, ControlGroup):
+                timeout = named._timeout if timeout is None else timeout
+                backend = named._backend if backend == "auto" else backend
             known = _by_optimizer[source] = ControlGroup(source, timeout=timeout, backend=backend)
         return known
     return ControlGroup(source, timeout=timeout, backend=backend)
@@ -362,12 +391,7 @@ def _group_ranks(group: Any) -> Ranks:
     return rank_set(dist.get_process_group_ranks(group))
 
 
-def _raise_conflict(conflict: tuple[tuple[str, Ranks], ...]) -> None:
-    if conflict:
-        shown = {mode.strip("/") or "default": ranks for mode, ranks in conflict}
-        raise Disagreement(
-            "planning",
-            "sharded_mode and control backend",
-            shown,
-            advice="Ranks that share a mesh must build the optimizer with the same mode.",
-        )
+def _planned_as(number: int, ranks: Ranks) -> Fact:
+    return Fact(
+        "optimizer", b"%d" % number, lambda: {"": f"number {number} planned here"}, scope=ranks
+    )

@@ -21,6 +21,8 @@ import struct
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import gt
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -77,6 +79,7 @@ class preflight:
         self.skip = False
         self.inv_scale: float | None = None
         self.ranges = ControlRange((), (), ())
+        self._present = b""
 
     @untraced
     def __enter__(self) -> preflight:
@@ -146,7 +149,7 @@ class preflight:
         )
         decision = hold(self._group, vote, error=error)
         self.ranges = _control_range(decision.ranges)
-        _progress[self._optimizer] = _progress.get(self._optimizer, 0) + 1
+        self._remember()
         return False
 
     def _check(self) -> tuple[Fact, ...]:
@@ -160,25 +163,37 @@ class preflight:
                 f"parameters changed during the step: {manifest.what_changed(groups)}. A closure "
                 "or hook must not replace parameters; do it between steps."
             )
-        present = manifest.gradients()
+        present = self._present = manifest.gradients()
         self._expect_some_gradient(present)
-        done = _progress.get(self._optimizer, 0)
+        done = _past.get(self._optimizer, _Past()).steps
         step = Fact("step", b"%d" % done, lambda: {"": str(done)})
-        return (*manifest.facts(groups, present), step, self._read_amp(), *self._facts)
+        facts = (*self._group.identity, *manifest.facts(groups, present))
+        return (*facts, step, self._read_amp(), *self._facts)
 
     def _expect_some_gradient(self, present: bytes) -> None:
-        channel = self._group.channel
-        if not present or any(present) or channel is None:
-            if channel is not None:
-                channel.wounded = False
+        if not present or any(present):
             return
-        if channel.wounded:
+        channel = self._group.channel
+        if channel is not None and channel.wounded:
             raise ValueError(
                 "no parameter has a gradient, in the first step after a failure: after a backward "
                 "pass that raised, FSDP2 leaves gradients None without an error, and training "
                 "would stand still. Restart from a checkpoint, or rebuild the model's hooks."
             )
         warnings.warn(f"{self._phase}: no parameter has a gradient on any rank", stacklevel=5)
+
+    def _remember(self) -> None:
+        """Note an agreed step; a failure before it is over once all usual gradients are back.
+
+        One that is left from the backward pass that failed does not show that the next one ran.
+        """
+        past = _past.get(self._optimizer, _Past())
+        present, channel = self._present, self._group.channel
+        if channel is not None and channel.wounded:
+            same = len(past.present) == len(present)
+            channel.wounded = same and any(map(gt, past.present, present))
+            present = past.present if channel.wounded else present
+        _past[self._optimizer] = _Past(past.steps + 1, present)
 
     def _read_amp(self) -> Fact:
         """Parse the controls a GradScaler sets; writes nothing.
@@ -204,7 +219,15 @@ class preflight:
         return Fact("AMP", ";".join(items.values()).encode(), lambda: items, advice=_AMP_ADVICE)
 
 
-_progress: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What the agreed steps of an optimizer leave behind."""
+
+    steps: int = 0
+    present: bytes = b""  # gradients of the last one
+
+
+_past: weakref.WeakKeyDictionary[Optimizer, _Past] = weakref.WeakKeyDictionary()
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:

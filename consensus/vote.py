@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from consensus._wire import digest, number_bytes, number_key
+from consensus._wire import digest, number_bytes, number_key, utf8
 from consensus.errors import Failure
 
 Ranks: TypeAlias = tuple[int, ...]  # sorted global ranks
@@ -74,13 +74,22 @@ class Difference:
     advice: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RangeOf:
-    """Lowest and highest of one control over the group."""
+    """Lowest and highest of one control over the group; equal by value, so NaN equals NaN."""
 
     name: str
     minimum: Number
     maximum: Number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RangeOf) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, tuple[int, int], tuple[int, int]]:
+        return self.name, number_key(self.minimum), number_key(self.maximum)
 
     @property
     def unanimous(self) -> bool:
@@ -117,22 +126,17 @@ class Decision:
 
     def unanimous(self, name: str) -> bool:
         """Return whether the control ``name`` is equal on all ranks."""
-        return next(found.unanimous for found in self.ranges if found.name == name)
-
-
-def facts_digest(facts: tuple[Fact, ...]) -> int:
-    """Return the digest of everything a rank holds to be equal, whatever its scope."""
-    return digest(part for fact in facts for part in (fact.name.encode(), fact.key))
+        return {found.name: found.unanimous for found in self.ranges}[name]
 
 
 def opening(vote: Vote, ballot: Ballot) -> list[int | None]:
     """Return one digest a pair: None for a pair this rank is outside of."""
-    prefix = [b"consensus/1", ballot.plan.to_bytes(8, "little"), vote.phase.encode()]
+    prefix = [b"consensus/1", ballot.plan.to_bytes(8, "little"), utf8(vote.phase)]
     parts = [[*prefix, ballot.sequence.to_bytes(8, "little")], *([] for _ in ballot.sets)]
     for fact in vote.facts:
-        parts[ballot.slot(fact.scope) if ballot.slots else 0] += (fact.name.encode(), fact.key)
+        parts[ballot.slot(fact.scope) if ballot.slots else 0] += (utf8(fact.name), fact.key)
     for name, value in vote.ranges:
-        parts[0] += (name.encode(), number_bytes(value))
+        parts[0] += (utf8(name), number_bytes(value))
     return [
         digest(listed) if ballot.takes_part(slot) else None for slot, listed in enumerate(parts)
     ]

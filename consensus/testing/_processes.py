@@ -31,7 +31,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in __all__
 
@@ -42,7 +42,7 @@ from consensus.testing._ranks import RankResult, Ranks
 T = TypeVar("T")
 
 # torch.optim imports torch._dynamo on first use: half a second in each rank, once in the server.
-_PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "consensus")
+_PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "consensus.testing")
 _REAP_SECONDS = 5.0  # SIGKILL works at once, unless the kernel itself is stuck
 _SLICE_SECONDS = 0.1  # how long Ctrl-C may go unnoticed
 
@@ -60,10 +60,9 @@ def run_ranks(
 ) -> Ranks[T]:
     """Return what ``fn(rank, *args, **kwargs)`` did on each of ``world_size`` processes.
 
-    The call is bounded and cleans up after itself: a rank that is still running ``timeout``
-    seconds after the start is reported with the stacks of all of its threads and killed. No
-    process, file, socket or thread of a run is left behind, also after Ctrl-C. (The forkserver
-    that ranks are forked from stays until this process ends.)
+    A rank that still runs when ``timeout`` is over is reported with the stacks of all of its
+    threads, and killed. No process, file, socket or thread of a run is left behind, also after
+    Ctrl-C; only the forkserver that ranks are forked from stays until this process ends.
 
     Each rank has this process's environment, ``sys.path`` and working directory, one torch
     thread, and its stdout and stderr captured. A variable that torch reads on import must be set
@@ -93,13 +92,12 @@ def run_ranks(
     Collectives:
         None here. In each rank, with ``init``: those of ``init_process_group``.
     """
-    if world_size < 1 or timeout <= 0:
-        raise ValueError(f"run_ranks needs 1 rank and some time; got {world_size=}, {timeout=}.")
+    _check(world_size, timeout, store)
     call = _pickled_call(fn, args, kwargs)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(_Interrupts())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="run_ranks-"))
-        port, listener = stack.enter_context(_rendezvous(store))
+        port, listener = stack.enter_context(_rendezvous(store if init else "file"))
         group = Group(backend, timedelta(seconds=group_timeout), store, port) if init else None
         job = Job(call, world_size, Path(folder), dict(os.environ), group)
         crew = [_Rank.of(rank, job, listener if rank == 0 else None) for rank in range(world_size)]
@@ -129,30 +127,42 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Interrupts:
-    """Holds signals back, so that none can cut a start or a clean-up in two.
+    """Holds signal handlers back, so that none can cut a start or a clean-up in two.
 
-    The one that came is raised again on leaving, when everything has been released. Python runs
-    signal handlers in the main thread only, so in any other thread there is nothing to hold.
+    Ctrl-C and a test runner's alarm raise wherever the main thread happens to be. Here they run
+    where :meth:`deliver` is called, and otherwise on leaving. Other threads run no handlers, so
+    there is nothing to hold back. A signal without a handler ends this process at once.
     """
 
-    pending: int | None = None
-    _previous: dict[int, Any] = field(default_factory=dict)
+    _came: list[int] = field(default_factory=list)
+    _handlers: dict[int, Callable[[int, FrameType | None], Any]] = field(default_factory=dict)
 
     def __enter__(self) -> _Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._previous[number] = signal.signal(number, self._hold)
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, lambda number, _: self._came.append(number))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self.pending is not None:
-            signal.raise_signal(self.pending)
+    def deliver(self) -> None:
+        """Run the handlers that were held back; what they raise ends the run."""
+        while self._came:
+            number = self._came.pop(0)
+            self._handlers[number](number, None)
 
-    def _hold(self, number: int, _: FrameType | None) -> None:
-        self.pending = number
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.deliver()
+
+
+def _check(world_size: int, timeout: float, store: str) -> None:
+    if world_size < 1 or timeout <= 0:
+        raise ValueError(f"run_ranks needs 1 rank and some time; got {world_size=}, {timeout=}.")
+    if store not in get_args(StoreKind):
+        raise ValueError(f"store is one of {get_args(StoreKind)}; got {store!r}.")
 
 
 def _pickled_call(fn: Callable[..., T], args: object, kwargs: object) -> bytes:
@@ -173,14 +183,12 @@ def _rendezvous(kind: StoreKind) -> Iterator[tuple[int, socket.socket | None]]:
     elif kind == "rank0":
         with socket.create_server((HOST, 0)) as listener:
             yield listener.getsockname()[1], listener
-    elif kind == "tcp":
+    else:
         server = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         try:
             yield server.port, None
         finally:
             del server  # the last reference: its destructor ends the server's thread
-    else:
-        raise ValueError(f'store is "tcp", "rank0" or "file"; got {kind!r}.')
 
 
 def _start(crew: Sequence[_Rank]) -> None:
@@ -202,20 +210,17 @@ def _follow(crew: Sequence[_Rank], timeout: float, interrupts: _Interrupts) -> N
     """Wait until every rank has ended, or the deadline; then collect stacks from the rest."""
     start = time.monotonic()
     running = {member.process.sentinel: member for member in crew}
-    while running and interrupts.pending is None:
-        left = start + timeout - time.monotonic()
-        if left <= 0:
-            break
-        for sentinel in wait(list(running), min(left, _SLICE_SECONDS)):
-            assert isinstance(sentinel, int)  # as all that went in; wait() also takes sockets
+    while running and (left := start + timeout - time.monotonic()) > 0:
+        interrupts.deliver()
+        ended = wait(list(running), min(left, _SLICE_SECONDS))
+        for sentinel in [sentinel for sentinel in running if sentinel in ended]:
             member = running.pop(sentinel)
             member.seconds = time.monotonic() - start
             _stacks.kill_group(member.process)  # what it started and left
     for member in running.values():
         member.hung = True
         member.seconds = time.monotonic() - start
-    if interrupts.pending is None:
-        _stacks.demand_stacks([member.process for member in running.values()])
+    _stacks.demand_stacks([member.process for member in running.values()])
     for member in running.values():
         _stacks.kill_group(member.process)
 

@@ -76,7 +76,8 @@ def kill_group(process: BaseProcess) -> None:
         # Not the leader of a group, if it was killed before its first line.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+        if process.exitcode is None:
+            process.kill()
 
 
 def _send(process: BaseProcess, number: int) -> None:

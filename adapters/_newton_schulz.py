@@ -1,0 +1,104 @@
+"""Muon's maths: tensors in, tensors out. It knows neither shards nor groups nor optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Jordan 2024: the slope at zero is as large as five steps allow.
+DEFAULT_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+DEFAULT_STEPS = 5
+DEFAULT_EPS = 1e-7
+
+
+def nesterov_direction(
+    grad: Tensor,  # (rows, cols), or any slice of it
+    momentum_buffer: Tensor,  # the shape of grad
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> Tensor:
+    """Return the matrix that Muon orthogonalises, without touching gradient or momentum.
+
+    Both lines are elementwise, so a shard of the result is the result of the shards.
+
+    Args:
+        grad: The gradient, or any slice of it. Read, not written.
+        momentum_buffer: The momentum before this step, same slice and dtype. Read, not written.
+        momentum: The share of the old momentum that is kept, dimensionless.
+        nesterov: Whether to look one step ahead.
+
+    Returns:
+        A new tensor with the shape and dtype of ``grad``.
+
+    Source:
+        torch.optim.Muon: an exponential average, not the sum that its formula shows.
+    """
+    new_buffer = torch.lerp(momentum_buffer, grad, 1 - momentum)
+    return torch.lerp(grad, new_buffer, momentum) if nesterov else new_buffer
+
+
+def newton_schulz(
+    matrix: Tensor,  # (rows, cols)
+    coefficients: Sequence[float] = DEFAULT_COEFFICIENTS,
+    *,
+    steps: int = DEFAULT_STEPS,
+    eps: float = DEFAULT_EPS,
+) -> Tensor:
+    """Return a matrix with the singular vectors of ``matrix`` and singular values near 1.
+
+    Cheaper than an SVD, and matrix products only. It does not converge to 1: the values end
+    between about 0.7 and 1.2, and those that start below 1e-3 of the norm stay small.
+
+    The operations, their order and the strides of every operand are those of torch.optim.Muon,
+    because all three decide the last bit. One thing differs: torch divides in place, so a
+    bfloat16 momentum buffer given to it is normalised as well. Here the argument is left alone.
+
+    Args:
+        matrix: Shape (rows, cols), any real float dtype. Read, not written.
+        coefficients: (a, b, c) of ``a X + b (XX')X + c (XX')^2 X``, dimensionless.
+        steps: Number of iterations.
+        eps: The least norm to divide by, so that a matrix of zeros stays one.
+
+    Returns:
+        The shape of ``matrix``, bfloat16. A tall matrix comes back as a transposed view.
+
+    Source:
+        Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; torch.optim._muon, torch 2.13.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.bfloat16()
+    if is_tall:
+        x = x.T  # the product XX' is then the smaller one
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        gram_update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, gram_update, x, beta=a)
+    return x.T if is_tall else x
+
+
+def adjust_lr(lr: float | Tensor, adjust_lr_fn: str | None, shape: Sequence[int]) -> float | Tensor:
+    """Return the learning rate for one matrix, scaled by its shape.
+
+    Args:
+        lr: The group's learning rate, dimensionless; a number or a tensor of one element.
+        adjust_lr_fn: ``"original"`` (or None) scales by ``sqrt(max(1, rows / cols))``,
+            ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, cols))``.
+        shape: (rows, cols) of the whole matrix, never of a shard.
+
+    Returns:
+        The type of ``lr``.
+
+    Source:
+        Jordan 2024 ("original"); Liu et al. 2025, https://arxiv.org/abs/2502.16982
+        ("match_rms_adamw").
+    """
+    rows, cols = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * (0.2 * math.sqrt(max(rows, cols)))
+    return lr * math.sqrt(max(1, rows / cols))

@@ -1,0 +1,45 @@
+"""Measures the messages of agreements from outside, for the demo and the check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from consensus._session import Channel
+from consensus._transport import Link
+from consensus._waiting import Patience
+
+
+class VoteClock:
+    """Notes how long this rank spends in each message of a channel, waiting for peers included."""
+
+    def __init__(self, channel: Channel) -> None:
+        """Put a clock on the channel's link."""
+        self._seconds: list[float] = []
+        channel.link = _TimedLink(channel.link, self._seconds, channel.link.device)
+
+    def take(self) -> tuple[float, ...]:
+        """Return the seconds of each message since the last call."""
+        taken = tuple(self._seconds)
+        self._seconds.clear()
+        return taken
+
+
+@dataclass(slots=True)
+class _TimedLink:
+    link: Link
+    seconds: list[float]
+    device: torch.device
+
+    def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
+        start = time.perf_counter()
+        try:
+            return self.link.all_reduce_max(words, patience)
+        finally:
+            self.seconds.append(time.perf_counter() - start)
+
+    def close(self) -> None:
+        self.link.close()
