@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +34,6 @@ from consensus.testing._ranks import ErrorRecord, RankResult, Ranks
 T = TypeVar("T")
 torch_threads: Any = multi_threaded_pg  # torch leaves it untyped
 
-_WAIT_FOR = threading.Condition.wait_for.__code__
 _LOOK_SECONDS = 0.01  # between two looks at the ranks
 _LEAVE_SECONDS = 1.0  # for a released rank to end
 _RELEASED = "[run_threads] released: another rank had failed, and this one waited for it\n"
@@ -174,9 +172,11 @@ def _threaded_world() -> Iterator[None]:
     _set_thread_isolation_mode(True)
     torch_threads.ProcessLocalGroup.reset()
     torch_threads._install_threaded_pg()
+    untold, torch_threads.Collective = torch_threads.Collective, _Collective
     try:
         yield
     finally:
+        torch_threads.Collective = untold
         torch_threads._uninstall_threaded_pg()
         if not _left_behind:  # else what runs on is to end at its next collective
             torch_threads.ProcessLocalGroup.reset()
@@ -204,17 +204,41 @@ def _stranded(running: Sequence[threading.Thread]) -> bool:
 
 def _waits_in(thread: threading.Thread) -> object | None:
     """Return the collective in which this thread waits for another rank to come."""
-    called: FrameType | None = None
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and frame.f_code is not torch_threads.Collective.join.__code__:
-        called, frame = frame, frame.f_back
-    # Before it waits it has yet to count itself in; afterwards it is at work or on its way out.
-    if frame is None or called is None or called.f_code is not _WAIT_FOR:
+    condition = _waits.get(thread.ident or 0)
+    if condition is None:
         return None
-    collective = frame.f_locals["self"]
-    leads = frame.f_locals["rank"] == 0  # waits for all to join; the others wait for its work
+    collective = condition.collective
+    leads = condition is collective._start_cond  # rank 0 waits for all, the others for its work
     complete = collective._count == collective._world_size if leads else collective._done
     return None if complete else collective
+
+
+class _Condition(threading.Condition):
+    """Notes which thread waits in it, and in which collective.
+
+    Reading that off the frames of a running thread would need nothing of torch's, but has crashed
+    the interpreter (Python 3.11, with torch.compile at work).
+    """
+
+    def __init__(self, collective: Any) -> None:
+        super().__init__()
+        self.collective = collective
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        _waits[threading.get_ident()] = self
+        try:
+            return super().wait_for(predicate, timeout)
+        finally:
+            del _waits[threading.get_ident()]
+
+
+_waits: dict[int, _Condition] = {}
+
+
+class _Collective(torch_threads.Collective):  # type: ignore[misc]  # torch leaves it untyped
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._start_cond, self._done_cond = _Condition(self), _Condition(self)
 
 
 def _is_over() -> bool:
