@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, optimizer
 
 import consensus
-from consensus.groups import Source
 
 Closure: TypeAlias = Callable[[], float]
 
@@ -33,7 +32,7 @@ class VotingOptimizer(Optimizer, ABC):
     """
 
     #: The group to agree in; None derives it from the meshes of the parameters.
-    control_group: Source = None
+    control_group: consensus.Source = None
     #: Whether this optimizer's steps meet other ranks. If not, it only takes part in planning.
     casts_votes: bool = True
 

@@ -33,7 +33,6 @@ from adapters._reshard import (
     sharded_axes,
 )
 from adapters.options import ShardedMode, check_options, check_sharded_mode
-from consensus.groups import Source
 
 
 @dataclass(slots=True)
@@ -157,7 +156,7 @@ class Muon(VotingOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         sharded_mode: ShardedMode = "exact",
-        control_group: Source = None,
+        control_group: consensus.Source = None,
     ) -> None:
         defaults = {
             "lr": lr,

@@ -60,12 +60,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def write_results(theme: str, environment: Record, content: Record, text: str) -> Path:
-    """Write results/THEME_HARDWARE_DATE.json and .md; return the path of the latter."""
-    hardware = re.sub(
-        r"[^a-z0-9]+", "-", f"{environment['cpu']} {environment['cores']} cores".lower()
-    )
-    stem = f"{theme}_{hardware.strip('-')}_{environment['date']}"
+def write_results(theme: str, parts: str, environment: Record, content: Record, text: str) -> Path:
+    """Write results/THEME_HARDWARE_DATE_PARTS.json and .md; return the path of the latter."""
+    hardware = f"{environment['cpu']} {environment['cores']} cores".lower()
+    hardware = re.sub(r"[^a-z0-9]+", "-", hardware).strip("-")
+    stem = f"{theme}_{hardware}_{environment['date']}_{parts}"
     RESULTS.mkdir(exist_ok=True)
     data = {"environment": environment, **content}
     (RESULTS / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")

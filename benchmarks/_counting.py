@@ -52,7 +52,7 @@ _ACKNOWLEDGED_WITHIN_S = 10.0
 class Ledger:
     """What has been counted since the last :meth:`settle`."""
 
-    control: list[tuple[str, int]] = field(default_factory=list)  # (call, words)
+    control: list[tuple[str, int]] = field(default_factory=list)  # (call, words to each member)
     data: list[tuple[str, int]] = field(default_factory=list)  # (collective, bytes brought)
     store: Counter[str] = field(default_factory=Counter)
 
@@ -145,21 +145,26 @@ def _is_late_notice(key: str) -> bool:
 
 
 def _counted(
-    call: Callable[..., Any], name: str, note: Callable[[Ledger, str, Any], None], ledger: Ledger
+    call: Callable[..., Any],
+    name: str,
+    note: Callable[[Ledger, str, Any, Any], None],
+    ledger: Ledger,
 ) -> Callable[..., Any]:
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note(ledger, name, args)
+        note(ledger, name, self, args)
         return call(self, *args, **kwargs)
 
     return counted
 
 
-def _note_control(ledger: Ledger, name: str, args: tuple[Any, ...]) -> None:
-    sent = args[1] if "gather" in name else args[0] if args else ()
-    ledger.control.append((name, sum(tensor.numel() for tensor in _tensors(sent))))
+def _note_control(ledger: Ledger, name: str, group: Any, args: tuple[Any, ...]) -> None:
+    output_first = "gather" in name or "alltoall" in name
+    sent = args[1] if output_first else args[0] if args else ()
+    words = sum(tensor.numel() for tensor in _tensors(sent))
+    ledger.control.append((name, words // group.size() if "alltoall" in name else words))
 
 
-def _note_store(ledger: Ledger, name: str, args: tuple[Any, ...]) -> None:
+def _note_store(ledger: Ledger, name: str, _: Any, args: tuple[Any, ...]) -> None:
     if not (args and isinstance(args[0], str) and _is_late_notice(args[0])):
         ledger.store[name] += 1
 

@@ -155,9 +155,7 @@ class _Steps:
         self, call: Callable[[], object], *, error: type[Exception] | None = None
     ) -> Record:
         """Count what ``call`` communicates."""
-        dist.barrier()
-        keys = keys_in_store()
-        dist.barrier()  # nobody is late, so nobody does what late ranks do
+        keys = _keys_when_all_are_here()  # nobody is late, so nobody does what late ranks do
         before = bytes_sent()
         connecting = self._data_connections is None
         if self._data_connections is None:
@@ -168,7 +166,8 @@ class _Steps:
         else:
             _expect(error, call)
         counted, after = self._ledger.settle(), bytes_sent()
-        dist.barrier()  # a rank that leaves closes connections that others still look at
+        # Met again: a rank that leaves closes connections that others still look at.
+        keys_left = _keys_when_all_are_here() - keys
         sent = {name: size - before.get(name, 0) for name, size in after.items()}
         on_data = sum(size for name, size in sent.items() if name in self._data_connections)
         on_control = sum(sent.values()) - on_data
@@ -177,8 +176,15 @@ class _Steps:
         exact = not connecting and all(said["bytes"] is not None for said in record["control"])
         record["control, TCP bytes sent"] = on_control if exact and before else None
         record["data, TCP bytes sent"] = on_data if before else None
-        record["store keys left"] = keys_in_store() - keys
+        record["store keys left"] = keys_left
         return record
+
+
+def _keys_when_all_are_here() -> int:
+    dist.barrier()
+    keys = keys_in_store()
+    dist.barrier()
+    return keys
 
 
 def _record(ledger: Ledger, error: type[Exception] | None) -> Record:

@@ -13,11 +13,12 @@ import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,8 +69,8 @@ def time_votes(rank: int, rounds: int, seed: int) -> tuple[dict[str, list[Span]]
     return {name: found[WARM_UP:] for name, found in spans.items()}, in_a_loop
 
 
-def time_first_agreement(rank: int) -> tuple[list[Span], list[Span]]:
-    """Return spans of: planning and making the group, the first vote, the second; and a barrier."""
+def time_first_agreement(rank: int) -> list[Span]:
+    """Return the spans of planning and making the group, of the first vote, and of the second."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shards = [torch.zeros(2, 8) for _ in range(4)]
     params = [nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)])) for shard in shards]
@@ -84,7 +85,7 @@ def time_first_agreement(rank: int) -> tuple[list[Span], list[Span]]:
             pass
 
     meet()
-    return [_span(call, meet) for call in (group.prepare, step, step)], [_span(meet, meet)]
+    return [_span(call, meet) for call in (group.prepare, step, step)]
 
 
 def _span(call: Callable[[], object], meet: Callable[[], None]) -> Span:
@@ -123,10 +124,9 @@ def _contenders() -> dict[str, Callable[[], object]]:
 
 def _meeting() -> Callable[[], None]:
     """Return a barrier on connections and threads of its own, so that it warms up nobody's."""
-    store = dist.PrefixStore("benchmark meeting", distributed_c10d._get_default_store())
-    group = dist.ProcessGroupGloo(
-        store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=60)
-    )
+    store = PrefixStore("benchmark meeting", distributed_c10d._get_default_store())
+    minute = timedelta(seconds=60)
+    group: Any = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), minute)
 
     def meet() -> None:
         group.barrier().wait()

@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     names = tuple(options.case or NAMES)
     counted = count(names)
-    print(table(counted))
     if not options.check:
+        print(table(counted))
         known = json.loads(options.file.read_text())["cases"] if names != NAMES else {}
         cases = {name: {**known, **counted}[name] for name in NAMES if name in {**known, **counted}}
         recorded_with = {"torch": torch.__version__, "command": "python benchmarks/collectives.py"}

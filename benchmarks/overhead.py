@@ -1,7 +1,7 @@
 """Time an agreement beside other ways to agree, and what forming a vote costs the host.
 
-    python benchmarks/overhead.py                  # a minute or two; writes results/overhead_*.md
-    chrt --rr 10 python benchmarks/overhead.py     # on a machine that is not idle (as root)
+    python benchmarks/overhead.py                # a minute or two; writes results/overhead_*.md
+    chrt --rr 10 python benchmarks/overhead.py --only votes forming     # where others work, as root
 
 Times depend on the machine; what is compared are ratios of samples of one round. They are a
 report and gate nothing.
@@ -10,6 +10,7 @@ report and gate nothing.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,21 +31,31 @@ from benchmarks._votes import BARE, CONTENDERS, Span, time_first_agreement, time
 from consensus.testing import run_ranks
 
 TIMEOUT_S = 300.0
+PARTS = ("votes", "first", "forming")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     options = _parser().parse_args(arguments)
     where = environment(seed=options.seed)
-    votes = {size: measure_votes(size, options.rounds, options.seed) for size in options.ranks}
-    first = {size: measure_first(size, options.repeats) for size in options.ranks}
-    forming = measure_forming(options.params, options.rounds, options.seed)
-    where["load when ended"] = environment(seed=options.seed)["load when started"]
-    text = report(votes, first, forming, options.params)
+    content: Record = {}
+    sections = ["# What an agreement costs"]
+    if "votes" in options.only:
+        votes = {n: measure_votes(n, options.rounds, options.seed) for n in options.ranks}
+        content["votes"], sections = votes, [*sections, *report_votes(votes)]
+    if "first" in options.only:
+        first = {n: measure_first(n, options.repeats) for n in options.ranks}
+        content["first agreement"], sections = first, [*sections, *report_first(first)]
+    if "forming" in options.only:
+        forming = measure_forming(options.params, options.rounds, options.seed)
+        content["forming"] = forming
+        sections += report_forming(forming, options.params)
+    where["load when ended"] = round(os.getloadavg()[0], 1)
+    text = "\n\n".join(sections)
     print(text)
     if options.write:
-        content = {"votes": votes, "first agreement": first, "forming": forming}
-        print(f"\nwrote {write_results('overhead', where, content, text)}")
+        parts = "-".join(part for part in PARTS if part in options.only)
+        print(f"\nwrote {write_results('overhead', parts, where, content, text)}")
     return 0
 
 
@@ -78,7 +89,7 @@ def measure_first(num_ranks: int, repeats: int) -> Record:
     for _ in range(repeats):
         ranks = run_ranks(time_first_agreement, num_ranks, timeout=TIMEOUT_S).values()
         for i, values in enumerate(times.values()):
-            values.append(_slowest([spans[i] for spans, _ in ranks]))
+            values.append(_slowest([spans[i] for spans in ranks]))
     return {name: spread(microseconds(values)) for name, values in times.items()}
 
 
@@ -106,9 +117,10 @@ def _ratios(values: Sequence[float], bare: Sequence[float]) -> list[float]:
 # ---- the report ----
 
 
-def report(votes: dict[int, Record], first: dict[int, Record], forming: Record, params: int) -> str:
-    """Return all results as markdown."""
-    parts = ["# What an agreement costs", _VOTES]
+def report_votes(votes: dict[int, Record]) -> list[str]:
+    """Return the section on single votes."""
+    parts = [_VOTES]
+    header = ("call", "min us", "median us", "max us", "ratio", "after the last", "in a loop")
     for size, found in votes.items():
         rows = [
             (
@@ -120,19 +132,23 @@ def report(votes: dict[int, Record], first: dict[int, Record], forming: Record, 
             )
             for name, one in found.items()
         ]
-        header = ("call", "min us", "median us", "max us", "ratio", "after the last", "in a loop")
         parts += [f"### {size} ranks", markdown_table(header, rows)]
-    parts += ["## The first agreement", _FIRST]
-    rows = [(size, *(_spread_text(found[name]) for name in found)) for size, found in first.items()]
+    return parts
+
+
+def report_first(first: dict[int, Record]) -> list[str]:
+    """Return the section on the first agreement of an optimizer."""
     names = list(next(iter(first.values())))
-    parts.append(markdown_table(("ranks", *(f"{name}, us" for name in names)), rows))
-    parts += [f"## Forming a vote for {params} sharded parameters", _FORMING]
+    rows = [(size, *(_range(found[name]) for name in names)) for size, found in first.items()]
+    return [_FIRST, markdown_table(("ranks", *(f"{name}, us" for name in names)), rows)]
+
+
+def report_forming(forming: Record, num_params: int) -> list[str]:
+    """Return the section on what one rank does before it votes."""
     kinds = list(forming)
-    rows = [
-        (part, *(_spread_text(forming[kind][part]) for kind in kinds)) for part in forming[kinds[0]]
-    ]
-    parts.append(markdown_table(("host time, us", *kinds), rows))
-    return "\n\n".join(parts)
+    rows = [(part, *(_range(forming[kind][part]) for kind in kinds)) for part in forming[kinds[0]]]
+    title = f"## Forming a vote for {num_params} sharded parameters"
+    return [title, _FORMING, markdown_table(("host time, us", *kinds), rows)]
 
 
 _VOTES = """## One vote
@@ -142,8 +158,9 @@ its slowest rank. Ratios are to the bare message of the same round: median [quar
 last" counts from when the last rank came; "in a loop" is many calls back to back, without
 meeting. A vote forms nothing here: what that costs is below."""
 
-_FIRST = """Of an optimizer on a 1-D mesh, in new processes each time; slowest rank, median
-(min to max)."""
+_FIRST = """## The first agreement
+
+Of an optimizer on a 1-D mesh, in new processes each time; slowest rank, median (min to max)."""
 
 _FORMING = "On one rank while the others wait; median (min to max)."
 
@@ -152,13 +169,14 @@ def _quartiles(found: Record) -> str:
     return f"{found['median']:.2f} [{found['q1']:.2f}, {found['q3']:.2f}]"
 
 
-def _spread_text(found: Record) -> str:
+def _range(found: Record) -> str:
     return f"{found['median']:.0f} ({found['min']:.0f} to {found['max']:.0f})"
 
 
 def _parser() -> argparse.ArgumentParser:
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="overhead.py", description=summary)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=250, help="samples of each call")
     parser.add_argument("--repeats", type=int, default=5, help="of the first agreement")

@@ -1,5 +1,6 @@
 """Agree before a collective: every rank proceeds, every rank skips, or every rank raises."""
 
+from consensus._sources import Source
 from consensus.agree import ControlRange, agree_range, agree_same, any_failed, fail_together
 from consensus.amp import GradScaler
 from consensus.errors import (
@@ -25,6 +26,7 @@ __all__ = [
     "GroupFailure",
     "LateRanks",
     "PhaseMismatch",
+    "Source",
     "agree_range",
     "agree_same",
     "any_failed",

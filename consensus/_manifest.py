@@ -29,6 +29,9 @@ _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHAPE, _LAYOUT, _DEVICE = attrgetter("shape"), attrgetter("layout"), Tensor.get_device
+_GRAD = attrgetter("grad")
+# Else each read of a DTensor looks for an override of it, which takes longer than the read.
+_reading_plainly = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +58,18 @@ class Manifest:
     meshes: tuple[Any, ...]  # distinct DeviceMeshes, in parameter order
     by_scope: dict[Ranks, tuple[ShardedParameter, ...]] = field(default_factory=dict)
     digests: dict[Ranks, int] = field(default_factory=dict)
-    _expected: list[ShardedParameter] = field(default_factory=list)
+    _tensors: list[DTensor] = field(default_factory=list)  # those of ``sharded``
+    _expected: tuple[list[Any], ...] = ([], [], [])  # of gradients: specs, local shapes, devices
     _option_texts: tuple[tuple[str, ...], ...] = ()
     _option_keys: tuple[bytes, ...] = ()
 
     def is_current(self, groups: ParamGroups) -> bool:
         """Return whether ``groups`` still hold these very tensors; reads no values."""
         params = [param for group in groups for param in group["params"]]
-        return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and tuple(map(_REQUIRES_GRAD, params)) == self.requires_grad
-        )
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        with _reading_plainly():
+            return tuple(map(_REQUIRES_GRAD, params)) == self.requires_grad
 
     def what_changed(self, groups: ParamGroups) -> str:
         """Return the first difference from what was read, for an error message."""
@@ -94,18 +97,22 @@ class Manifest:
         Raises:
             ValueError: A gradient that cannot belong to its parameter, named.
         """
-        grads = [param.tensor.grad for param in self.sharded]
-        present = bytes(grad is not None for grad in grads)
-        held = [grad for grad in grads if grad is not None]
-        expected = self._expected if all(present) else list(compress(self._expected, present))
         # Whole columns at a time: a loop over attributes costs three times as much.
+        with _reading_plainly():
+            grads = list(map(_GRAD, self._tensors))
+        present = bytes(grad is not None for grad in grads)
+        specs, shapes, devices = self._expected
+        held = grads
+        if 0 in present:
+            specs, shapes, devices = (list(compress(column, present)) for column in self._expected)
+            held = list(compress(grads, present))
         try:
             locals_ = list(map(_LOCAL, held))
             fits = (
-                list(map(_SPEC, held)) == [row.spec for row in expected]
-                and list(map(_SHAPE, locals_)) == [row.shape for row in expected]
-                and list(map(_DEVICE, locals_)) == [row.device for row in expected]
-                and all(layout is torch.strided for layout in map(_LAYOUT, locals_))
+                list(map(_SPEC, held)) == specs
+                and list(map(_SHAPE, locals_)) == shapes
+                and list(map(_DEVICE, locals_)) == devices
+                and {torch.strided}.issuperset(map(_LAYOUT, locals_))
             )
         except AttributeError:  # a plain tensor among them
             fits = False
@@ -179,11 +186,15 @@ def read_manifest(groups: ParamGroups) -> Manifest:
     if sharded:
         _check_identities(sharded, named)
     digests = {
-        scope: digest(text.encode() for item in items for text in (item.name, item.text))
+        scope: digest(part.encode() for name, text in _lines(items) for part in (name, text))
         for scope, items in by_scope.items()
     }
     requires = tuple(bool(param.requires_grad) for param in params)
-    return Manifest(params, requires, tuple(sharded), tuple(meshes), by_scope, digests, sharded)
+    expected = ([p.spec for p in sharded], [p.shape for p in sharded], [p.device for p in sharded])
+    tensors = [param.tensor for param in sharded]
+    return Manifest(
+        params, requires, tuple(sharded), tuple(meshes), by_scope, digests, tensors, expected
+    )
 
 
 def _sharded_parameter(name: str, param: DTensor, group: int, scope: Ranks) -> ShardedParameter:
@@ -303,7 +314,15 @@ def _presence_in(sharded: Sequence[ShardedParameter], present: bytes, scope: Ran
 
 
 def _describe(params: Sequence[ShardedParameter]) -> dict[str, str]:
-    return {f"number {i}": f"{param.name} {param.text}" for i, param in enumerate(params)}
+    return {f"number {i}": f"{name} {text}" for i, (name, text) in enumerate(_lines(params))}
+
+
+def _lines(params: Sequence[ShardedParameter]) -> list[tuple[str, str]]:
+    """Return name and facts of each parameter, its option group among those of the scope too."""
+    number = {group: i for i, group in enumerate(sorted({param.group for param in params}))}
+    if len(number) == 1:
+        return [(param.name, param.text) for param in params]
+    return [(param.name, f"{param.text} in group {number[param.group]}") for param in params]
 
 
 def _presence(params: Sequence[ShardedParameter]) -> dict[str, str]:
@@ -318,7 +337,7 @@ def _presence_of(param: DTensor) -> str:
 
 def _options(used: Iterable[int], texts: Sequence[Sequence[str]]) -> dict[str, str]:
     return {
-        f"{name} of group {i}": value
-        for i in sorted(used)
+        f"{name} of group {number}": value
+        for number, i in enumerate(sorted(used))  # as all ranks of the scope count them
         for name, _, value in (text.partition("=") for text in texts[i])
     }

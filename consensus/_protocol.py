@@ -20,7 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from consensus import _wire
 from consensus._text import bounded
@@ -46,8 +46,7 @@ BRIEF = 512  # bytes of a failure's texts, when they are too many to send whole
 OK, FAILED, FATAL = 1, 2, 3  # 0 would be a rank that sent nothing
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduceMax:
+class AllReduceMax(NamedTuple):
     """Wanted: the elementwise maximum of ``words`` over ``group``, equally many on each rank."""
 
     group: Ranks
@@ -85,6 +84,9 @@ def header_words(num_sets: int) -> int:
     return 6 + 1 + num_sets + INLINE_RANGES * _wire.NUMBER_WORDS
 
 
+_ALL_EQUAL = Decision(messages=1)
+
+
 def decide(vote: Vote, ballot: Ballot) -> Protocol[Decision]:
     """Turn the votes of ``ballot.members`` into one decision, in one to three messages."""
     words: list[int] = []
@@ -93,6 +95,8 @@ def decide(vote: Vote, ballot: Ballot) -> Protocol[Decision]:
         words += (0, 0) if absent else _wire.FAILED if vote.failures else _wire.pair(value or 0)
     reduced = yield AllReduceMax(ballot.members, tuple(words))
     if _wire.pairs_agree(reduced):
+        if not vote.ranges:
+            return _ALL_EQUAL
         ranges = tuple(RangeOf(name, value, value) for name, value in vote.ranges)
         return Decision(messages=1, ranges=ranges)
     return (yield from _settle(vote, ballot))

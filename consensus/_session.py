@@ -31,6 +31,7 @@ from consensus.errors import EnclosureError, Failure
 from consensus.vote import Decision, Ranks, Vote
 
 TRIAL_S = 30.0  # a fresh gloo group must answer a known question within this
+TORCH_TIMEOUT_S = float(distributed_c10d.default_pg_timeout.total_seconds())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +65,19 @@ class Channel:
     wounded: bool = False  # a failure was decided here, and no step has succeeded since
     closed: str = ""  # why it can no longer be used
     lock: threading.RLock = field(default_factory=threading.RLock)
-    _data_groups: dict[Ranks, list[Any]] = field(default_factory=dict)
+    # Weak: the session lives until the default group is gone, which may be one of these.
+    _data_groups: dict[Ranks, list[weakref.ref[Any]]] = field(default_factory=dict)
 
     def watch(self, data_groups: Mapping[Ranks, Sequence[Any]]) -> None:
         """Compare, after a failure, how far these groups have come on each rank of their scope."""
         for ranks, groups in data_groups.items():
             known = self._data_groups.setdefault(ranks, [])
-            known += [group for group in groups if group not in known]
+            known += [ref for ref in map(weakref.ref, groups) if ref not in known]
 
     def positions(self) -> tuple[tuple[Ranks, int], ...]:
         """Return, for each scope, a digest of how many collectives its groups have seen."""
         return tuple(
-            (ranks, digest(b"%d" % _sequence_number(group) for group in groups))
+            (ranks, digest(b"%d" % _sequence_number(ref()) for ref in groups))
             for ranks, groups in sorted(self._data_groups.items())
         )
 
@@ -92,12 +94,24 @@ class Session:
                 "this job has no store (MPI); a control group cannot be planned without one"
             )
         self._store = store
+        # Looked up once, which takes as long as the rest of a vote; read anew for each.
+        self._data_plane = _options_of(default_group)
         self._client = StoreClient(store)
         self._rounds: Counter[Ranks] = Counter()
         self._plans: dict[tuple[Scope, ...], Planned] = {}
         self._channels: dict[tuple[Ranks, tuple[Ranks, ...], str], Channel] = {}
         self.lock = threading.RLock()
         weakref.finalize(default_group, self._client.close)
+
+    def end(self) -> None:
+        """Give back threads and connections; the job's process group is another now."""
+        self._client.close()
+
+    def data_plane_timeout(self) -> float:
+        """Return the default group's own timeout in seconds: the hard deadline of a vote."""
+        if self._data_plane is None:
+            return TORCH_TIMEOUT_S
+        return float(self._data_plane._timeout.total_seconds())
 
     def plan(self, scopes: Sequence[Scope], *, patience: Patience) -> Planned:
         """Plan with every rank these scopes tie this one to; they must all call.
@@ -133,11 +147,12 @@ class Session:
     def plan_once(self, scopes: tuple[Scope, ...], *, patience: Patience) -> Planned:
         """Return the plan for scopes that a caller names; handed out again without planning.
 
-        The whole job is its own plan. A smaller scope is not: its members may be tied, through
+        The whole job needs no planning. A smaller scope does: its members may be tied, through
         scopes that this rank cannot see, to ranks outside of it.
         """
-        if len(scopes) == 1 and len(scopes[0].ranks) == self.world_size and not scopes[0].manifest:
-            return Planned(Plan(scopes[0].ranks))
+        whole = next((s.ranks for s in scopes if len(s.ranks) == self.world_size), None)
+        if whole is not None:
+            return Planned(Plan(whole))
         if scopes not in self._plans:
             self._plans[scopes] = self.plan(scopes, patience=patience)
         return self._plans[scopes]
@@ -168,7 +183,10 @@ class Session:
                 raise AgreementBroken(Absence((), {}, (), 0.0, channel.closed, closed=True))
             ballot = plan.ballot(rank=self.rank, sequence=channel.sequence)
             failures = vote.failures
-            vote = replace(vote, positions=channel.positions)
+            # Spelled out: replace() takes twice as long, and this is on the path of every vote.
+            vote = Vote(
+                vote.phase, failures, vote.fatal, vote.facts, vote.ranges, channel.positions
+            )
             patience.on_wait = lambda: self._post(
                 channel.name, ballot.sequence, patience.phase, failures
             )
@@ -319,6 +337,8 @@ def _brief_patience() -> Patience:
 
 
 def _sequence_number(group: Any) -> int:
+    if group is None:  # it has been destroyed
+        return -1
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:  # a backend that does not count
@@ -339,15 +359,16 @@ def current_session() -> Session | None:
     with _sessions_lock:
         session = _sessions.get(default_group)
         if session is None:
+            for before in _sessions.values():  # somebody still holds a group that was destroyed
+                before.end()
             session = _sessions[default_group] = Session(default_group)
         return session
 
 
-def data_plane_timeout() -> float:
-    """Return the default group's own timeout in seconds: the hard deadline of a vote."""
-    default_group = distributed_c10d._get_default_group()
-    for device in default_group._device_types:
-        options = getattr(default_group._get_backend(device), "options", None)
+def _options_of(group: Any) -> Any:
+    """Return the options of a group's first backend that has any; they show later changes too."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            return float(options._timeout.total_seconds())
-    return float(distributed_c10d.default_pg_timeout.total_seconds())
+            return options
+    return None

@@ -56,7 +56,7 @@ class Patience:
     @property
     def left(self) -> float:
         """Seconds until the hard deadline; never negative."""
-        return max(0.0, self.hard - self.waited)
+        return max(0.0, self.hard - (time.monotonic() - self.started))
 
     def look_up(self) -> None:
         """Do what is due after a slice without an answer."""

@@ -14,6 +14,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from operator import add
 
 ALL = 2**62 - 1
 FAILED = (ALL, ALL)  # no healthy pair: its sum with anything exceeds ALL
@@ -43,7 +44,7 @@ def pair(value: int) -> tuple[int, int]:
 
 def pairs_agree(words: Sequence[int]) -> bool:
     """Return whether every (MAXed) pair says that its members' digests are equal."""
-    return all(words[i] + words[i + 1] == ALL for i in range(0, len(words), 2))
+    return all(map(ALL.__eq__, map(add, words[::2], words[1::2])))
 
 
 def number_key(value: int | float) -> tuple[int, int]:

@@ -21,11 +21,12 @@ from consensus import _seams
 from consensus._compile import untraced
 from consensus._nesting import Nesting
 from consensus._session import AgreementBroken
+from consensus._sources import Source
 from consensus._text import bounded, message_of, short_name, traceback_of, type_names
 from consensus._verdict import broken_error, error_of
 from consensus._wire import number_key
 from consensus.errors import Failure, GroupFailure
-from consensus.groups import ControlGroup, Source, control_device, control_group
+from consensus.groups import ControlGroup, control_device, control_group
 from consensus.vote import Decision, Fact, Number, RangeOf, Vote
 
 FAILED_WAIT_S = 30.0  # how long a rank that failed waits for its peers before it raises alone

@@ -7,12 +7,10 @@ look at it, on one rank. Planning happens at the first agreement or in :meth:`Co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,20 +18,19 @@ from torch.optim import Optimizer
 from consensus import placement
 from consensus._manifest import Manifest, read_manifest
 from consensus._session import (
+    TORCH_TIMEOUT_S,
     AgreementBroken,
     Channel,
     Session,
     current_session,
-    data_plane_timeout,
 )
+from consensus._sources import Source, backend_facts, flatten, group_ranks, mesh_ranks
 from consensus._transport import GroupLink
 from consensus._verdict import late_ranks, raise_conflict, raise_if_decided
 from consensus._waiting import Patience
-from consensus.enclosure import Plan, Scope, components, rank_set
+from consensus.enclosure import Plan, Scope, components
 from consensus.errors import EnclosureError
 from consensus.vote import Decision, Fact, Ranks, Vote
-
-Source: TypeAlias = Any  # optimizer, parameter groups, parameters, meshes, process groups, None
 
 BACKENDS = ("auto", "gloo", "store", "inherit")
 SOFT_DEADLINE_S = 60.0
@@ -83,6 +80,10 @@ class ControlGroup:
         """Whether there is nobody to agree with: no group is made and nothing is sent."""
         return not self._scopes
 
+    def agreement_scopes(self) -> tuple[Any, ...]:
+        """Return the meshes and process groups that this was made from."""
+        return (*self._meshes, *self._groups)
+
     @property
     def device(self) -> torch.device:
         """Device of the control tensors."""
@@ -90,7 +91,7 @@ class ControlGroup:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The parameters as last read, when the source is an optimizer or parameters."""
+        """The parameters as last read, when the source is an optimizer."""
         return self._manifest
 
     @property
@@ -101,7 +102,9 @@ class ControlGroup:
     @property
     def hard_deadline(self) -> float:
         """Seconds a vote waits for late ranks: the ``timeout`` given, else the data plane's."""
-        return self._timeout if self._timeout is not None else data_plane_timeout()
+        if self._timeout is not None:
+            return self._timeout
+        return TORCH_TIMEOUT_S if self._session is None else self._session.data_plane_timeout()
 
     def prepare(self, timeout: float | None = None) -> ControlGroup:
         """Plan and connect now instead of at the first agreement; later calls do nothing.
@@ -194,7 +197,8 @@ class ControlGroup:
         assert self._session is not None
         assert self._plan is not None
         assert self._channel is not None
-        patience = Patience(vote.phase, hard=self._hard(timeout), soft=SOFT_DEADLINE_S)
+        hard = self.hard_deadline if timeout is None else timeout
+        patience = Patience(vote.phase, hard, SOFT_DEADLINE_S)
         return self._session.vote(vote, self._plan, self._channel, patience=patience)
 
     def close(self, reason: str) -> None:
@@ -224,12 +228,13 @@ class ControlGroup:
         if self._session is None:
             return
         optimizer = self._optimizer() if self._optimizer is not None else None
-        items = list(_flatten(optimizer if optimizer is not None else self._source))
-        params = [item for item in items if isinstance(item, Tensor)]
-        groups = optimizer.param_groups if optimizer is not None else [{"params": params}]
-        if optimizer is not None or params:
-            self._manifest = read_manifest(groups)
-        own_meshes = self._manifest.meshes if self._manifest else ()
+        items = list(flatten(optimizer if optimizer is not None else self._source))
+        if optimizer is not None:
+            self._manifest = read_manifest(optimizer.param_groups)
+            own_meshes = self._manifest.meshes
+        else:
+            own = (item.device_mesh for item in items if isinstance(item, DTensor))
+            own_meshes = tuple({id(mesh): mesh for mesh in own}.values())
         self._meshes = (*own_meshes, *(i for i in items if isinstance(i, DeviceMesh)))
         self._groups = tuple(i for i in items if isinstance(i, dist.ProcessGroup))
         self._scopes = self._read_scopes(optimizer)
@@ -238,7 +243,7 @@ class ControlGroup:
         mode = f"{getattr(optimizer, 'sharded_mode', '')}/{self._backend}"
         manifests = dict(self._manifest.digests) if self._manifest else {}
         rank = dist.get_rank()
-        for ranks in (*map(_mesh_ranks, self._meshes), *map(_group_ranks, self._groups)):
+        for ranks in (*map(mesh_ranks, self._meshes), *map(group_ranks, self._groups)):
             if rank not in ranks:
                 raise EnclosureError(
                     f"rank {rank} is not a member of ranks {list(ranks)}; only members agree"
@@ -259,7 +264,7 @@ class ControlGroup:
         names: dict[Ranks, str] = {}
         for mesh in self._manifest.meshes if self._manifest else ():
             if mesh.ndim == 1 and mesh.size() > 1:
-                ranks = _mesh_ranks(mesh)
+                ranks = mesh_ranks(mesh)
                 names[ranks] = f"{names.get(ranks, '')}/group {mesh.get_group().group_name}"
         return names
 
@@ -267,19 +272,20 @@ class ControlGroup:
         """Return the process groups that move data, by the scope they belong to."""
         found: dict[Ranks, list[Any]] = {}
         for mesh in self._meshes:
-            listed = found.setdefault(_mesh_ranks(mesh), [])
+            listed = found.setdefault(mesh_ranks(mesh), [])
             listed += [group for group in mesh.get_all_groups() if group not in listed]
         for group in self._groups:
-            found.setdefault(_group_ranks(group), []).append(group)
+            found.setdefault(group_ranks(group), []).append(group)
         return found
 
     def _inherited(self, plan: Plan) -> GroupLink | None:
         """Return a link over a data-plane group of exactly the plan's members, if one is known."""
         known = [group for groups in self._data_groups().values() for group in groups]
         for group in (*known, dist.group.WORLD):
-            if _group_ranks(group) == plan.members:
+            if group_ranks(group) == plan.members:
                 hint = next((mesh.device_type for mesh in self._meshes), None)
-                return GroupLink(group, control_device(group, hint=None if hint == "cpu" else hint))
+                device = control_device(group, hint=None if hint == "cpu" else hint)
+                return GroupLink(weakref.proxy(group), device)  # torch holds it, as long as it is
         return None
 
 
@@ -332,63 +338,11 @@ def control_device(group: Source = None, *, hint: torch.device | str | None = No
         return group.device
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device(hint or "cpu")
-    if isinstance(group, Optimizer):
-        shards = tuple(str(p.device) for p in _flatten(group) if isinstance(p, DTensor))
-        meshes = [p.device_mesh for p in _flatten(group) if isinstance(p, DTensor)]
-        group = meshes[0].get_group(0) if meshes else None
-    else:
-        shards = ()
-    if isinstance(group, DeviceMesh):
-        group = group.get_group(0)
-    group = dist.group.WORLD if group is None else group
-    bound = getattr(group, "bound_device_id", None)
-    backends = {d.type: group._get_backend(d).name() for d in group._device_types}
-    facts = placement.BackendFacts(
-        backends=backends,
-        bound_device=None if bound is None else str(bound),
-        shard_devices=shards,
-        hint=None if hint is None else str(torch.device(hint)),
-    )
+    facts = backend_facts(group, hint=None if hint is None else str(torch.device(hint)))
     return torch.device(placement.control_device(facts))
 
 
 _by_optimizer: weakref.WeakKeyDictionary[Optimizer, ControlGroup] = weakref.WeakKeyDictionary()
-
-
-def _flatten(source: Source) -> Iterator[Any]:
-    """Yield the tensors, meshes and process groups that ``source`` names."""
-    if source is None:
-        yield dist.group.WORLD
-    elif isinstance(source, Tensor | DeviceMesh | dist.ProcessGroup):
-        yield source
-    elif isinstance(source, Optimizer):
-        yield from (param for group in source.param_groups for param in group["params"])
-        named = getattr(source, "control_group", None)
-        yield from _flatten(named) if named is not None else ()
-        scopes = getattr(source, "agreement_scopes", None)
-        yield from _flatten(scopes()) if scopes is not None else ()
-    elif isinstance(source, ControlGroup):
-        yield from (*source._meshes, *source._groups)
-    elif isinstance(source, dict):
-        yield from _flatten(source["params"])
-    elif source is dist.GroupMember.NON_GROUP_MEMBER:
-        raise EnclosureError("this rank is not a member of the process group it names")
-    elif isinstance(source, Iterable):
-        for item in source:
-            yield from _flatten(item)
-    else:
-        raise TypeError(
-            "expected an optimizer, parameters, DeviceMeshes, process groups or None; got "
-            f"{type(source).__name__}"
-        )
-
-
-def _mesh_ranks(mesh: DeviceMesh) -> Ranks:
-    return rank_set(mesh.mesh.flatten().tolist())
-
-
-def _group_ranks(group: Any) -> Ranks:
-    return rank_set(dist.get_process_group_ranks(group))
 
 
 def _planned_as(number: int, ranks: Ranks) -> Fact:

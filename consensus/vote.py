@@ -28,7 +28,8 @@ class Fact:
     advice: str = ""  # what the user should do when ranks disagree
 
 
-@dataclass(frozen=True, slots=True)
+# The next two are not frozen: that takes ten times as long to make, and each vote makes both.
+@dataclass(slots=True)
 class Vote:
     """What one rank brings: where it is, whether it failed, and what should be equal."""
 
@@ -41,7 +42,7 @@ class Vote:
     positions: Callable[[], tuple[tuple[Ranks, int], ...]] = tuple
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ballot:
     """Where a vote is cast: the members, this rank, and which pair of words holds which scope.
 
@@ -131,12 +132,15 @@ class Decision:
 
 def opening(vote: Vote, ballot: Ballot) -> list[int | None]:
     """Return one digest a pair: None for a pair this rank is outside of."""
-    prefix = [b"consensus/1", ballot.plan.to_bytes(8, "little"), utf8(vote.phase)]
-    parts = [[*prefix, ballot.sequence.to_bytes(8, "little")], *([] for _ in ballot.sets)]
+    where = b"consensus/1, plan %d, agreement %d" % (ballot.plan, ballot.sequence)
+    parts = [[where, utf8(vote.phase)]]
+    for _ in ballot.sets:
+        parts.append([])
     for fact in vote.facts:
         parts[ballot.slot(fact.scope) if ballot.slots else 0] += (utf8(fact.name), fact.key)
     for name, value in vote.ranges:
         parts[0] += (utf8(name), number_bytes(value))
-    return [
-        digest(listed) if ballot.takes_part(slot) else None for slot, listed in enumerate(parts)
-    ]
+    digests: list[int | None] = [digest(parts[0])]
+    for slot in range(1, len(parts)):
+        digests.append(digest(parts[slot]) if ballot.takes_part(slot) else None)
+    return digests

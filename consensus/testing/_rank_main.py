@@ -132,6 +132,11 @@ def _join_group(rank: int, job: Job, group: Group, listener: socket.socket | Non
         world_size=job.world_size,
         timeout=group.timeout,
     )
+    # A rank that is done at once may leave while a slow one still connects to it, and gloo then
+    # fails or waits there. So no rank goes on before all have joined.
+    if store.add("run_ranks/joined", 1) == job.world_size:
+        store.set("run_ranks/all joined", "")
+    store.wait(["run_ranks/all joined"])
 
 
 def _leave_group() -> bool:

@@ -77,7 +77,7 @@ def return_but_run_on(rank: int) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_returns_but_does_not_end_has_hung() -> None:
-    (result,) = run_ranks(return_but_run_on, 1, init=False, timeout=1)
+    (result,) = run_ranks(return_but_run_on, 1, init=False, timeout=4)
     assert result.hung
     assert result.returned
     assert result.value == "value"

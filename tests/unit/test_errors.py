@@ -260,11 +260,15 @@ def test_a_failure_outranks_a_phase_mismatch_which_outranks_a_difference() -> No
 
 
 def test_a_decision_on_failures_carries_over_whole() -> None:
-    decision = Decision(
-        3, (VALUE_ERROR,), fatal=True, phases=((0, "a"), (1, "b")), same_position=False
-    )
+    decision = Decision(3, (VALUE_ERROR,), fatal=True, phases=((0, "a"), (1, "b")))
     error = error_of(decision, Vote("a"))
     assert isinstance(error, GroupFailure)
     assert (error.phase, error.failures, error.fatal) == ("a", (VALUE_ERROR,), True)
     assert error.phases == {0: "a", 1: "b"}
-    assert not error.recoverable
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_group_whose_data_plane_is_out_of_step_cannot_go_on(same: bool) -> None:
+    error = error_of(Decision(3, (VALUE_ERROR,), same_position=same), Vote("a"))
+    assert isinstance(error, GroupFailure)
+    assert error.recoverable is same

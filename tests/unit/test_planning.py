@@ -66,8 +66,8 @@ def test_a_tally_costs_three_requests_a_rank() -> None:
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_the_counter_holds_65536_ranks_in_an_int64(odd: int) -> None:
-    members, short = ranks_of(65536), 2**30 - 1
-    protocol = tally("k", members, short)
+    members = ranks_of(65536)
+    protocol = tally("k", members, 2**62 - 1)  # the hash of most digits
     wanted = next(protocol)
     assert isinstance(wanted, Add)
     total = len(members) * wanted.amount - odd  # one rank brought one less
@@ -155,7 +155,7 @@ def test_an_extra_scope_on_some_members_is_seen_by_the_others() -> None:
 
 
 def test_ranks_far_apart_visit_shared_scopes_in_one_order() -> None:
-    """In the order of text, "10" would come before "9", and in that of declaration as it falls."""
+    """Each declares them in an order of its own."""
     scopes = [Scope((9, 10), 1), Scope((10, 100), 2), Scope((9, 100), 3)]
     records = {
         rank: [s for s in order if rank in s.ranks]

@@ -210,10 +210,11 @@ def test_equal_texts_do_not_hide_unequal_keys() -> None:
     assert found.values == (("digest 30", (0,)), ("digest 31", (1,)))
 
 
-def test_long_keys_are_compared_whole() -> None:
+def test_long_keys_are_compared_whole_and_sent_short() -> None:
     keys = [b"k" * 999 + b"a", b"k" * 999 + b"b"]
     votes = {rank: Vote("step", facts=(Fact("x", key, dict),)) for rank, key in enumerate(keys)}
     assert len(decide_all(votes).differences) == 1
+    assert third_message(votes) < 100
 
 
 def test_a_name_brought_twice_is_compared_twice() -> None:
@@ -242,9 +243,13 @@ def test_details_too_large_to_send_leave_the_decision_as_it_is() -> None:
 
 @pytest.mark.slow
 def test_every_difference_is_found_among_more_kinds_of_ranks_than_explain_themselves() -> None:
-    votes = {rank: Vote("step", facts=(fact("x", f"{rank}"),)) for rank in range(MAX_VOICES + 6)}
+    def vote(rank: int) -> Vote:
+        return Vote("step", facts=(Fact("x", b"%d" % rank, lambda: {"": f"{rank}" + "x" * 500}),))
+
+    votes = {rank: vote(rank) for rank in range(MAX_VOICES + 6)}
     (found,) = decide_all(votes).differences
     assert [ranks for _, ranks in found.values] == [(rank,) for rank in range(70)]
+    assert third_message(votes) * 7 < 70 * 150
 
 
 # ---- facts of scopes ----

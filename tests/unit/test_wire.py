@@ -51,6 +51,8 @@ LADDER: tuple[tuple[Number, ...], ...] = (
     (2**53 + 1,),
     (2**53 + 2, 2.0**53 + 2),
     (2**62 + 1,),
+    (2**62 + 512,),  # as far from the next float64 as an int64 can be
+    (2**63 - 512,),
     (2**63 - 1,),
     (2.0**63,),
     (1.7976931348623157e308,),
@@ -154,6 +156,7 @@ def test_keys_compare_as_python_does_exactly_between_ints_and_floats() -> None:
         for a, b in combinations(finite, 2):
             assert (number_key(a) < number_key(b)) is (a < b)
             assert (number_key(a) == number_key(b)) is (a == b)
+        assert [word_number(number_words(number)) for number in finite] == finite
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=repr)
