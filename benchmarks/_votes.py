@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -35,13 +35,15 @@ TWO_WORDS = "all_reduce int64[2]"
 VOTE, VOTE_OF_A_STEP = "vote", "vote with a step's facts"
 BY_STORE = "vote over the store"
 DCP, OBJECTS = "DCP _DistWrapper.all_reduce", "all_gather_object"
-CONTENDERS = (BARE, AGAIN, TWO_WORDS, VOTE, VOTE_OF_A_STEP, BY_STORE, DCP, OBJECTS)
-IN_A_LOOP = (BARE, TWO_WORDS, VOTE)
+SHORT = (BARE, AGAIN, TWO_WORDS, VOTE, VOTE_OF_A_STEP)
+ALL = (*SHORT, BY_STORE, DCP, OBJECTS)  # the last pickle, and leave the caches full of that
 
 WARM_UP = 20  # rounds that are thrown away
 
 
-def time_votes(rank: int, rounds: int, seed: int) -> tuple[dict[str, list[Span]], dict[str, float]]:
+def time_votes(
+    rank: int, contenders: Sequence[str], rounds: int, seed: int
+) -> tuple[dict[str, list[Span]], dict[str, float]]:
     """Return the span of each sample of each contender, and seconds a call when called in a loop.
 
     See [Note: ranks meet before every sample]. The order of contenders is drawn anew each round,
@@ -49,7 +51,7 @@ def time_votes(rank: int, rounds: int, seed: int) -> tuple[dict[str, list[Span]]
     """
     calls, meet = _contenders(), _meeting()
     order = random.Random(seed)
-    names = list(CONTENDERS)
+    names = list(contenders)
     spans: dict[str, list[Span]] = {name: [] for name in names}
     for _ in range(WARM_UP + rounds):
         order.shuffle(names)
@@ -60,7 +62,7 @@ def time_votes(rank: int, rounds: int, seed: int) -> tuple[dict[str, list[Span]]
             call()
             spans[name].append((begin, time.perf_counter()))
     in_a_loop = {}
-    for name in IN_A_LOOP:
+    for name in contenders:
         meet()
         begin = time.perf_counter()
         for _ in range(rounds):

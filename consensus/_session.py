@@ -23,7 +23,7 @@ from consensus import _store, _transport, _waiting
 from consensus._planning import Planned, Verdict, plan, tally
 from consensus._protocol import decide
 from consensus._store import StoreClient
-from consensus._transport import Link, StoreLink
+from consensus._transport import GroupLink, Link, StoreLink
 from consensus._waiting import LinkBroken, Patience
 from consensus._wire import digest
 from consensus.enclosure import Plan, Scope, maximal, scope_id
@@ -96,7 +96,11 @@ class Session:
         self._store = store
         # Looked up once, which takes as long as the rest of a vote; read anew for each.
         self._data_plane = _options_of(default_group)
-        self._client = StoreClient(store)
+        self._client = StoreClient(store, on_idle=self.end_if_destroyed)
+        self._default_group = weakref.ref(default_group)
+        world = distributed_c10d._world
+        # Ranks that are threads have a world each, which no helper thread can see.
+        self._world = world if type(world) is distributed_c10d._World else None
         self._rounds: Counter[Ranks] = Counter()
         self._plans: dict[tuple[Scope, ...], Planned] = {}
         self._channels: dict[tuple[Ranks, tuple[Ranks, ...], str], Channel] = {}
@@ -104,8 +108,20 @@ class Session:
         weakref.finalize(default_group, self._client.close)
 
     def end(self) -> None:
-        """Give back threads and connections; the job's process group is another now."""
+        """Give back threads, connections and groups."""
+        for channel in list(self._channels.values()):
+            channel.closed = channel.closed or "the job's process group was destroyed"
+            if isinstance(channel.link, GroupLink):
+                channel.link.close()
         self._client.close()
+
+    def end_if_destroyed(self) -> None:
+        """End when the default group was destroyed, though somebody holds it still.
+
+        torch does, in its caches of what DTensors do.
+        """
+        if self._world is not None and self._world.default_pg is not self._default_group():
+            self.end()
 
     def data_plane_timeout(self) -> float:
         """Return the default group's own timeout in seconds: the hard deadline of a vote."""
@@ -359,8 +375,8 @@ def current_session() -> Session | None:
     with _sessions_lock:
         session = _sessions.get(default_group)
         if session is None:
-            for before in _sessions.values():  # somebody still holds a group that was destroyed
-                before.end()
+            for before in list(_sessions.values()):
+                before.end_if_destroyed()
             session = _sessions[default_group] = Session(default_group)
         return session
 

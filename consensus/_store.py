@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import PrefixStore
 
 from consensus._planning import Add, Await, Drop, Put, StoreProtocol
-from consensus._waiting import NAMING_S, SLICE_S, STORE_SLICE_S, LinkBroken, Patience
+from consensus._waiting import IDLE_S, NAMING_S, SLICE_S, STORE_SLICE_S, LinkBroken, Patience
 
 T = TypeVar("T")
 
@@ -25,8 +25,10 @@ class StoreClient:
     One for requests that are answered at once and one for waits, since a wait locks its client.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, *, on_idle: Callable[[], None] = lambda: None) -> None:
+        """Use ``store``; ``on_idle`` is called by threads that have had nothing to do for long."""
         self._base = store
+        self._on_idle = on_idle
         self._workers: dict[str, _Worker] = {}
 
     def put(self, key: str, value: bytes, patience: Patience) -> None:
@@ -69,19 +71,19 @@ class StoreClient:
         Also called at exit: a thread that comes back from C++ while the interpreter is being
         finalized is ended by force, and C++ then aborts the process.
         """
-        for worker in self._workers.values():
+        for worker in list(self._workers.values()):
             worker.end()
         self._workers.clear()
 
     def _call(self, work: Callable[[Any], Any], patience: Patience, worker: str = "ask") -> Any:
         if worker not in self._workers:
-            self._workers[worker] = _Worker(self._base, worker)
+            self._workers[worker] = _Worker(self._base, worker, self._on_idle)
         request = self._workers[worker].ask(work)
         until = time.monotonic() + max(patience.left, 0.0) + NAMING_S
         while not request.done.wait(SLICE_S):
             patience.look_up()
             if time.monotonic() > until:
-                del self._workers[worker]  # stuck; the next request starts another
+                self._workers.pop(worker, None)  # stuck; the next request starts another
                 raise LinkBroken(
                     "the store does not answer; the process that hosts it may be stopped or gone",
                     expired=True,
@@ -102,8 +104,9 @@ class _Request:
 class _Worker:
     """A thread with a connection of its own to the store."""
 
-    def __init__(self, base: Any, name: str) -> None:
+    def __init__(self, base: Any, name: str, on_idle: Callable[[], None]) -> None:
         self._base = base
+        self._on_idle = on_idle
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._serve, daemon=True, name=f"consensus-store-{name}"
@@ -125,7 +128,14 @@ class _Worker:
             store = PrefixStore("consensus", self._base.clone())
         except (RuntimeError, NotImplementedError):  # an in-process store need not be cloned
             store = PrefixStore("consensus", self._base)
-        while (request := self._requests.get()) is not None:
+        while True:
+            try:
+                request = self._requests.get(timeout=IDLE_S)
+            except queue.Empty:
+                self._on_idle()
+                continue
+            if request is None:
+                return
             try:
                 request.result = request.work(store)
             except Exception as error:  # carried to the thread that asked

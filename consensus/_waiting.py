@@ -23,6 +23,7 @@ logger = logging.getLogger("consensus")
 
 SLICE_S = 0.5  # longest uninterrupted wait of the calling thread
 STORE_SLICE_S = 10.0  # longest uninterrupted wait of a helper thread
+IDLE_S = 5.0  # how long a helper thread has nothing to do until it asks whether it is needed
 POST_AFTER_S = 1.0  # a rank that waits longer says in the store where it is
 NAMING_S = 2.0  # how long late ranks are looked up before an error is raised without them
 

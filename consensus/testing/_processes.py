@@ -184,7 +184,13 @@ def _rendezvous(kind: StoreKind) -> Iterator[tuple[int, socket.socket | None]]:
         with socket.create_server((HOST, 0)) as listener:
             yield listener.getsockname()[1], listener
     else:
-        server = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        # A socket of our own, since torch's would be IPv6: torch looks up the name of each peer,
+        # and that of an IPv4 address in disguise is asked of DNS, which may take 5 s to fail.
+        listener = socket.create_server((HOST, 0))
+        port = listener.getsockname()[1]
+        server = TCPStore(
+            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         try:
             yield server.port, None
         finally:

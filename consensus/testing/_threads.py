@@ -12,10 +12,10 @@ a look at one instant, hence two of them: whatever moved after the first shows i
 
 from __future__ import annotations
 
-import sys
+import faulthandler
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -265,6 +265,14 @@ def _join(crew: Sequence[threading.Thread], seconds: float) -> None:
 
 
 def _stack(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    lines = traceback.format_stack(frame) if frame is not None else ["it has just ended\n"]
-    return f"Thread {thread.name} (most recent call last):\n{''.join(lines)}"
+    """Return where this thread is, as faulthandler writes it: without making it a frame object.
+
+    It holds the GIL throughout, so that no frame moves while it is read; ``traceback`` does not.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read().split("\n\n")
+    number = f"0x{thread.ident or 0:016x}"
+    found = [stack for stack in stacks if number in stack.partition("\n")[0]]
+    return f"{thread.name}: {found[0] if found else 'it has just ended'}"

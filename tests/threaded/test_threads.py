@@ -138,7 +138,7 @@ def test_a_rank_that_hangs_elsewhere_is_left_behind_at_the_deadline() -> None:
     event = threading.Event()
     ranks = run_threads(wait_for, 2, event, timeout=0.5)
     assert ranks.hung == (1,)
-    assert "event.wait()" in ranks[1].stack
+    assert "in wait_for" in ranks[1].stack
     with pytest.raises(RuntimeError, match=r"1 rank.* of an earlier run_threads still run"):
         run_threads(collectives, 2)
     event.set()
