@@ -168,7 +168,7 @@ class ControlGroup:
         """
         session = current_session()
         if session is not self._session:  # a new init_process_group, or the first
-            self._plan = self._channel = None
+            self._plan = self._channel = self._manifest = None
             self._session = session
             self._read()
             return self
@@ -223,14 +223,14 @@ class ControlGroup:
     def _read(self) -> None:
         self._meshes: tuple[DeviceMesh, ...] = ()
         self._groups: tuple[Any, ...] = ()
-        self._manifest = None
+        before, self._manifest = self._manifest, None
         self._scopes = ()
         if self._session is None:
             return
         optimizer = self._optimizer() if self._optimizer is not None else None
         items = list(flatten(optimizer if optimizer is not None else self._source))
         if optimizer is not None:
-            self._manifest = read_manifest(optimizer.param_groups)
+            self._manifest = read_manifest(optimizer.param_groups, before)
             own_meshes = self._manifest.meshes
         else:
             own = (item.device_mesh for item in items if isinstance(item, DTensor))

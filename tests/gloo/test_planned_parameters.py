@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from adapters import Muon
+from consensus import Disagreement
 from consensus.testing import assert_unchanged, snapshot
 from tests.gloo._cases import Trained, caught, cause_of, on_ranks
 from tests.threaded.test_muon import random_matrices, shard
@@ -168,3 +169,27 @@ def test_parameters_replaced_by_a_closure_or_hook_are_found_on_all_ranks(everywh
         assert f"parameters changed during the step: {says}" in text
         assert (cause is not None, other_cause is not None) == (everywhere, True)
         assert (wrong, also) == ([], [])
+
+
+def _tensors_change_places_between_two_steps(rank: int, everywhere: bool) -> str:
+    optimizer = Build().optimizer(init_device_mesh("cpu", (2,)))
+    optimizer.step()
+    listed = optimizer.param_groups[0]["params"]
+    if everywhere or rank == 1:
+        listed[0], listed[1] = listed[1], listed[0]  # the names stay where they are
+    try:
+        optimizer.step()
+    except Disagreement as error:
+        return str(error)
+    return "stepped"
+
+
+def test_tensors_that_change_places_under_their_names_on_one_rank_are_found_on_all() -> None:
+    first, second = on_ranks(_tensors_change_places_between_two_steps, 2, False)
+    assert first == second
+    assert "parameters: number 0: a (6, 4) float32 [S(0)] on mesh (2) on rank 0; a" in first
+    assert "at first number 1 on rank 1" in first
+
+
+def test_tensors_that_change_places_on_every_rank_are_accepted() -> None:
+    assert on_ranks(_tensors_change_places_between_two_steps, 2, True) == ("stepped", "stepped")
