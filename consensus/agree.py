@@ -73,8 +73,8 @@ def any_failed(
         LateRanks: A member did not come.
 
     Collectives:
-        One all_reduce(MAX) of 2 int64 when all flags are equal, a second when they are not.
-        Every member must call.
+        One message of 2 int64, reduced by maximum, when all flags are equal; a second when they
+        are not. Every member must call.
     """
     with _reading("any_failed", group, device, timeout) as control:
         ranges: list[tuple[str, Number]] = [("failed", bool(failed))]
@@ -110,8 +110,8 @@ def agree_range(
         LateRanks: A member did not come.
 
     Collectives:
-        One all_reduce(MAX) of 2 int64 when all are equal; a second of 23 int64 a rank when not;
-        a third when there are more than 8 values. Every member must call.
+        One message of 2 int64, reduced by maximum, when all are equal; a second of 23 int64 a rank
+        when not; a third when there are more than 8 values. Every member must call.
     """
     with _reading("agree_range", group, device, timeout) as control:
         listed = _named(values, names)
@@ -150,8 +150,8 @@ def agree_same(
         LateRanks: A member did not come.
 
     Collectives:
-        One all_reduce(MAX) of 2 int64 when all are equal; two more when not. Every member must
-        call.
+        One message of 2 int64, reduced by maximum, when all are equal; two more when not. Every
+        member must call.
     """
     phase = f"agree_same({name})"
     with _reading(phase, group, device, timeout) as control:
@@ -164,9 +164,9 @@ class fail_together:
     """A block that ends in one agreement: if it raised on any rank, every rank raises.
 
     Collectives:
-        On leaving: one all_reduce(MAX) of 2 int64 when no rank failed; two more when one did.
-        The first block on a group also plans (see :meth:`ControlGroup.prepare`). Every member
-        must enter.
+        On leaving: one message of 2 int64, reduced by maximum, when no rank failed; two more when
+        one did. The first block on a group also plans (see :meth:`ControlGroup.prepare`). Every
+        member must enter.
 
     Raises:
         GroupFailure: On every member; the original exception is the ``__cause__`` where it was

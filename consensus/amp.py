@@ -23,8 +23,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Collectives:
         ``unscale_`` (and ``step``, when it was not called before) holds one agreement: one
-        all_reduce(MAX) of 2 int64 when all ranks find the same, a second when only some overflow.
-        Every rank must call.
+        message of 2 int64, reduced by maximum, when all ranks find the same; a second when only
+        some overflow. Every rank must call.
 
     Raises:
         Disagreement: On every rank, when loss scales differ between ranks.

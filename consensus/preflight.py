@@ -65,8 +65,8 @@ class preflight:
         ValueError: Unwrapped, when nothing is distributed and a check fails.
 
     Collectives:
-        One all_reduce(MAX) of 2 int64 on a healthy step of one mesh; up to two more after a
-        mismatch. None when the optimizer holds no parameter that is sharded over several ranks,
+        One message of 2 int64, reduced by maximum, on a healthy step of one mesh; up to two more
+        after a mismatch. None when the optimizer holds no parameter that is sharded over several ranks,
         or has ``casts_votes = False``. Every rank of every mesh must call.
     """
 
