@@ -281,7 +281,9 @@ class Session:
         index = members.index(self.rank)
         size = len(members)
         try:
-            link = _transport.make_gloo(self._store, name, members, self.rank)
+            link = _transport.make_gloo(
+                self._store, name, members, self.rank, seconds=patience.left / 2
+            )
             asked = (index + 1, size - index)
             trial = Patience("control group trial", hard=min(TRIAL_S, patience.left))
             got = tuple(link.all_reduce_max(asked, trial))

@@ -40,6 +40,7 @@ T = TypeVar("T")
 DIRECT_RANKS = 8  # more would each hold connections to, and send to, too many others
 DIRECT_WORDS = 64  # longer messages are rare and go round the ring
 
+CONNECT_S = 30.0  # for all members to find each other
 CLOSE_S = 1.0  # for ending the connections; they are left if it takes longer
 
 _SLICE = timedelta(seconds=SLICE_S)
@@ -259,7 +260,9 @@ class StoreLink:
         return f"{self._name}/vote/{number}/{member}"
 
 
-def make_gloo(job_store: Any, name: str, members: Ranks, rank: int) -> GroupLink:
+def make_gloo(
+    job_store: Any, name: str, members: Ranks, rank: int, *, seconds: float = CONNECT_S
+) -> GroupLink:
     """Return a link over a private gloo group of ``members``; a large one connects when it votes.
 
     Built from its parts, not by ``new_group``: with ``use_local_synchronization=True`` that
@@ -268,7 +271,7 @@ def make_gloo(job_store: Any, name: str, members: Ranks, rank: int) -> GroupLink
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
     # The operations carry the deadline; this one only bounds connecting.
-    options._timeout = timedelta(seconds=60)
+    options._timeout = timedelta(seconds=max(1.0, min(seconds, CONNECT_S)))
     lazy = len(members) > DIRECT_RANKS  # see [Note: a group that does not end]
     options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=lazy)]
     store = PrefixStore(f"consensus/{name}/gloo", job_store)

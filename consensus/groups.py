@@ -118,7 +118,7 @@ class ControlGroup:
             EnclosureError: No group can enclose the ranks.
 
         Collectives:
-            Over the store: three requests a rank in the usual case; then one 16-byte all_reduce
+            Over the store: three requests a rank in the usual case; then one 16-byte message
             that tries the new group. Every rank of every scope must call.
         """
         self.refresh()
