@@ -66,8 +66,8 @@ class preflight:
 
     Collectives:
         One message of 2 int64, reduced by maximum, on a healthy step of one mesh; up to two more
-        after a mismatch. None when the optimizer holds no parameter that is sharded over several ranks,
-        or has ``casts_votes = False``. Every rank of every mesh must call.
+        after a mismatch. None when the optimizer holds no parameter that is sharded over several
+        ranks, or has ``casts_votes = False``. Every rank of every mesh must call.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
