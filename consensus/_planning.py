@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from consensus._wire import digest
 from consensus.enclosure import Plan, Scope, conflicting_modes, maximal, plan_of, scope_id
@@ -37,7 +37,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Wanted: set ``key``; answered with None."""
+    """Wanted: set ``key`` unless somebody has set it before; answered with None."""
 
     key: str
     value: bytes
@@ -56,6 +56,10 @@ class Await:
 
     key: str
     owners: Ranks
+
+
+class GaveUp(Exception):
+    """A member gave up. Thrown into a protocol that has waited too long; raised by it on all."""
 
 
 StoreRequest: TypeAlias = Add | Put | Await | Drop
@@ -82,6 +86,9 @@ def tally(key: str, members: Ranks, value: int, *, nonce: str = "") -> StoreProt
     """Agree whether all ``members`` brought an equal ``value``; each must call with this key.
 
     An add, a wait and an add a rank; the last of them also sets the answer, or clears up.
+
+    Raises:
+        GaveUp: A member did, before all had come; those that come later are told too.
     """
     short = value % 2**_HASH_BITS
     total = yield Add(f"{key}/sum", (1 << _COUNT_SHIFT) + short)
@@ -89,11 +96,27 @@ def tally(key: str, members: Ranks, value: int, *, nonce: str = "") -> StoreProt
     if total >> _COUNT_SHIFT == len(members):
         same = total % (1 << _COUNT_SHIFT) == len(members) * short
         yield Put(f"{key}/done", json.dumps([same, nonce]).encode())
-    said = yield Await(f"{key}/done", members)
-    assert isinstance(said, bytes)
-    verdict = Verdict(*json.loads(said))
+    try:
+        said = yield Await(f"{key}/done", members)
+    except GaveUp as gave_up:  # unless the last member has come at the last moment
+        yield Put(f"{key}/done", _given_up(gave_up))
+        said = yield Await(f"{key}/done", members)
+    verdict = Verdict(*_heard(said))
     yield from _last_clears_up(key, members, (f"{key}/sum", f"{key}/done"))
     return verdict
+
+
+def _given_up(why: GaveUp) -> bytes:
+    return json.dumps({"given up": str(why)}).encode()
+
+
+def _heard(data: int | bytes | None) -> Any:
+    """Return what a key holds; raises what a member left there that gave up."""
+    assert isinstance(data, bytes)
+    said = json.loads(data)
+    if isinstance(said, dict) and "given up" in said:
+        raise GaveUp(said["given up"])
+    return said
 
 
 def _last_clears_up(key: str, members: Ranks, keys: tuple[str, ...]) -> StoreProtocol[None]:
@@ -115,17 +138,26 @@ def plan(
 
     Returns:
         The plan, equal on all its members.
+
+    Raises:
+        GaveUp: A rank did, before all had come.
     """
     own = maximal(scope.ranks for scope in scopes)
     held = digest([b"%d" % len(own), *sorted(_manifest_bytes(scope) for scope in scopes)])
     keys = {ranks: f"plan/{scope_id(ranks)}/{rounds.get(ranks, 0)}" for ranks in own}
-    uniform = True
-    for ranks in own:  # sorted, so the order is the same wherever scopes are shared
-        verdict = yield from tally(keys[ranks], ranks, held)
-        uniform = uniform and verdict.same
-    if uniform and len(own) == 1:
-        return Planned(Plan(own[0]))
-    return (yield from _read_closure(scopes, rank=rank, keys=keys))
+    try:
+        uniform = True
+        for ranks in own:  # sorted, so the order is the same wherever scopes are shared
+            verdict = yield from tally(keys[ranks], ranks, held)
+            uniform = uniform and verdict.same
+        if uniform and len(own) == 1:
+            return Planned(Plan(own[0]))
+        return (yield from _read_closure(scopes, rank=rank, keys=dict(keys)))
+    except GaveUp as gave_up:
+        for key in keys.values():  # peers may wait for this rank in any of them
+            yield Put(f"{key}/done", _given_up(gave_up))
+            yield Put(f"{key}/{rank}", _given_up(gave_up))
+        raise
 
 
 def _read_closure(
@@ -149,8 +181,7 @@ def _read_closure(
             if peer in records:
                 continue
             data = yield Await(f"{keys[ranks]}/{peer}", (peer,))
-            assert isinstance(data, bytes)
-            said = json.loads(data)
+            said = _heard(data)
             records[peer] = tuple(Scope(tuple(r), m, mode) for r, m, mode in said["scopes"])
             for listed, key in said["keys"]:
                 if tuple(listed) not in keys:

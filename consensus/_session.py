@@ -102,6 +102,7 @@ class Session:
         # Ranks that are threads have a world each, which no helper thread can see.
         self._world = world if type(world) is distributed_c10d._World else None
         self._rounds: Counter[Ranks] = Counter()
+        self._attempts: Counter[int] = Counter()  # of making a plan's channel, that failed
         self._plans: dict[tuple[Scope, ...], Planned] = {}
         self._channels: dict[tuple[Ranks, tuple[Ranks, ...], str], Channel] = {}
         self.lock = threading.RLock()
@@ -148,6 +149,7 @@ class Session:
             try:
                 planned = _store.drive_store(protocol, self._client, patience)
             except LinkBroken as broken:
+                self._rounds.update(own)  # on every rank, so a second try meets in the next round
                 found = [
                     self._absence(name, ranks, 0, patience, broken) for ranks, name in names.items()
                 ]
@@ -232,9 +234,13 @@ class Session:
         self, plan: Plan, backend: str, inherited: Link | None, patience: Patience
     ) -> Channel:
         members = plan.members
-        key = f"channel/{plan.key:016x}"
+        key = f"channel/{plan.key:016x}/{self._attempts[plan.key]}"
         wanted = digest([plan.key.to_bytes(8, "little"), backend.encode()])
-        met = self._tally(key, members, wanted, patience)
+        try:
+            met = self._tally(key, members, wanted, patience)
+        except AgreementBroken:
+            self._attempts[plan.key] += 1  # on every member
+            raise
         if not met.same:
             raise EnclosureError(
                 f"ranks {list(members)} want different control groups; they must pass the same "

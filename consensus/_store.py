@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore
 
-from consensus._planning import Add, Await, Drop, Put, StoreProtocol
+from consensus._planning import Add, Await, Drop, GaveUp, Put, StoreProtocol, StoreRequest
 from consensus._waiting import IDLE_S, NAMING_S, SLICE_S, STORE_SLICE_S, LinkBroken, Patience
 
 T = TypeVar("T")
@@ -155,20 +155,40 @@ def _get_within(store: Any, *, key: str, seconds: float) -> bytes | None:
 
 
 def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patience) -> T:
-    """Run a store protocol; raises :class:`LinkBroken` when its deadline passes."""
-    answer: int | bytes | None = None
+    """Run a store protocol; when its deadline passes it may tell the others, and then ends.
+
+    Raises:
+        LinkBroken: The deadline passed, a peer's did, or the store failed.
+    """
+    go_on = partial(protocol.send, None)
+    expired: LinkBroken | None = None
     try:
         while True:
-            wanted = protocol.send(answer)
-            answer = None
-            if isinstance(wanted, Add):
-                answer = client.add(wanted.key, wanted.amount, patience)
-            elif isinstance(wanted, Put):
-                client.put(wanted.key, wanted.value, patience)
-            elif isinstance(wanted, Await):
-                answer = client.wait(wanted.key, patience)
-            elif isinstance(wanted, Drop):
-                client.drop(wanted.keys, patience)
+            wanted = go_on()
+            try:
+                answer = _answer(wanted, client, patience)
+            except LinkBroken as broken:
+                if expired is not None or not broken.expired:
+                    raise
+                expired = broken
+                go_on = partial(protocol.throw, GaveUp(f"a rank waited {patience.waited:.1f} s"))
+                patience = Patience(patience.phase, hard=NAMING_S)
+            else:
+                go_on = partial(protocol.send, answer)
     except StopIteration as stop:
         result: T = stop.value
         return result
+    except GaveUp as gave_up:
+        raise expired or LinkBroken(f"planning was given up: {gave_up}", expired=False) from None
+
+
+def _answer(wanted: StoreRequest, client: StoreClient, patience: Patience) -> int | bytes | None:
+    if isinstance(wanted, Add):
+        return client.add(wanted.key, wanted.amount, patience)
+    if isinstance(wanted, Put):
+        client.claim(wanted.key, wanted.value, patience)
+    elif isinstance(wanted, Await):
+        return client.wait(wanted.key, patience)
+    elif isinstance(wanted, Drop):
+        client.drop(wanted.keys, patience)
+    return None

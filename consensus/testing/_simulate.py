@@ -106,7 +106,7 @@ def _answer_store(
         if isinstance(want, Add):
             answer = run.store[want.key] = run.store.get(want.key, 0) + want.amount
         elif isinstance(want, Put):
-            run.store[want.key] = want.value
+            run.store.setdefault(want.key, want.value)
         elif isinstance(want, Await):
             answer = run.store[want.key]
         elif isinstance(want, Drop):

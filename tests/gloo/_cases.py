@@ -16,9 +16,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 import consensus
 from adapters import Muon
+from consensus._transport import Link
+from consensus._waiting import Patience
 from consensus.testing import assert_unchanged, run_ranks, snapshot
 from consensus.testing._ranks import ErrorRecord
-from tests.threaded.test_muon import Case, Twins, named, torchs_muon
+from tests.threaded.muon_cases import Case, Twins, named, torchs_muon
 
 SHAPES = ((6, 4), (4, 6), (5, 3))
 ROWS: tuple[Placement, ...] = (Shard(0),)
@@ -129,7 +131,8 @@ def refused(
 class Recorder:
     """Passes on what goes over a control group's link, and remembers how many words it was."""
 
-    link: Any
+    link: Link
+    device: torch.device
     words: list[int] = field(default_factory=list)
     lowest: int = 0
 
@@ -137,25 +140,19 @@ class Recorder:
     def on(cls, source: Any) -> Recorder:
         channel = consensus.control_group(source).prepare().channel
         assert channel is not None
-        recorder = channel.link = cls(channel.link)
+        recorder = channel.link = cls(channel.link, channel.link.device)
         return recorder
 
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.link.device
-        return device
-
-    def all_reduce_max(self, words: Sequence[int], patience: Any) -> Sequence[int]:
+    def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
         self.words.append(len(words))
         self.lowest = min(self.lowest, *words)
-        found: Sequence[int] = self.link.all_reduce_max(words, patience)
-        return found
+        return self.link.all_reduce_max(words, patience)
 
     def close(self) -> None:
         self.link.close()
 
 
-def small_model() -> nn.Module:
+def small_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 6, bias=False))
 

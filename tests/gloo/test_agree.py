@@ -186,7 +186,7 @@ def unusable_arguments(rank: int) -> list[tuple[BaseException | None, str | None
         attempt(lambda: agree_range([2**63 if bad else 1])),
         attempt(lambda: agree_range([torch.ones(2) if bad else 1])),
         attempt(lambda: agree_range([1, 2], names=["a"] if bad else ["a", "b"])),
-        attempt(lambda: agree_range(["text" if bad else 1])),
+        attempt(lambda: agree_range(["text" if bad else 1])),  # type: ignore[list-item]
         attempt(lambda: agree_same({1, 2} if bad else 1)),
         attempt(lambda: any_failed(torch.ones(2) if bad else False)),
         attempt(lambda: any_failed(False, device="cuda" if bad else None)),

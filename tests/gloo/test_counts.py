@@ -23,7 +23,7 @@ import consensus
 from adapters import Muon
 from consensus.testing import run_ranks
 from tests.gloo._cases import LIVENESS_S, SHAPES, Recorder, Trained, on_ranks, small_model
-from tests.threaded.test_muon import random_matrices, shard
+from tests.threaded.muon_cases import random_matrices, shard
 
 pytestmark = pytest.mark.slow
 
@@ -171,8 +171,8 @@ def nothing_shared(rank: int, kind: str) -> tuple[bool, int, list[str]]:
 
 def position() -> int:
     """How many collectives the default group has seen."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD._get_sequence_number_for_group()
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group())
 
 
 @pytest.mark.parametrize("kind", ["plain", "DDP", "a mesh of one rank"])

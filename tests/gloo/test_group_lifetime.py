@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -34,11 +35,8 @@ def torchs_groups(rank: int) -> tuple[int, tuple[float, ...]]:
     any_failed(False)
     assert distributed_c10d._world.group_count == made_by_user
     sums = []
-    for make in (
-        lambda: dist.new_group([0, 1, 2]),
-        lambda: dist.new_group([0, 2]),
-    ):
-        group = make()
+    for ranks in ([0, 1, 2], [0, 2]):
+        group: Any = dist.new_group(ranks)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             value = torch.tensor([1.0])
             dist.all_reduce(value, group=group)
@@ -115,7 +113,7 @@ def two_jobs_in_turn(rank: int, folder: str) -> list[Any]:
     for number in range(2):
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(f"{folder}/{number}", 2),
+            store=FileStore(f"{folder}/{number}", 2),
             rank=rank,
             world_size=2,
             timeout=timedelta(seconds=LIVENESS_S),
@@ -143,9 +141,7 @@ def made_before_the_group(rank: int, folder: str) -> tuple[tuple[int, ...], bool
     """A control group and an optimizer that are older than the process group."""
     group = control_group(None)
     assert (group.ranks, group.is_local, any_failed(True, group)) == ((0,), True, True)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     return group.prepare().ranks, any_failed(rank == 1, group)
 
 

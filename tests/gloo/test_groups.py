@@ -16,7 +16,7 @@ import consensus
 from adapters import Muon
 from consensus import _transport, any_failed, control_group, fail_together
 from tests.gloo._cases import Recorder, Trained, caught, on_ranks
-from tests.threaded.test_muon import random_matrices, shard
+from tests.threaded.muon_cases import random_matrices, shard
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ def falls_back(rank: int, how: str) -> tuple[str, list[str], bool, list[str]]:
         return link
 
     if rank == 1:
-        _transport.make_gloo = fails  # type: ignore[assignment]
+        _transport.make_gloo = fails
     messages = Messages()
     logging.getLogger("consensus").addHandler(messages)
     trained = Trained.on(shape=(3,))

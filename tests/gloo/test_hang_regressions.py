@@ -138,7 +138,8 @@ def skipped_step(rank: int, agree: bool) -> tuple[float, Met, int]:
 
     def step() -> None:
         losses.append(trained.optimizer.step(closure))
-        del trained.optimizer.found_inf, trained.optimizer.grad_scale
+        for name in ("found_inf", "grad_scale"):  # as a scaler does after the step
+            delattr(trained.optimizer, name)
 
     if agree:
         met = refused(trained, step)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Shard
 
@@ -33,7 +33,7 @@ from tests.gloo._cases import (
     tell,
     wait_for,
 )
-from tests.threaded.test_muon import random_matrices, shard
+from tests.threaded.muon_cases import random_matrices, shard
 
 pytestmark = pytest.mark.slow
 
@@ -118,26 +118,33 @@ def test_a_vote_that_did_not_come_about_leaves_the_data_plane_usable() -> None:
     assert on_ranks(data_plane_after_a_late_vote, 2) == (1.0, 1.0)
 
 
-def late_for_planning(rank: int) -> tuple[BaseException | None, tuple[int, ...]]:
-    """Rank 2 never comes to plan; the others are told, within their own bound."""
-    trained = Trained.on(shape=(3,))
-    trained.give_gradients()
+def late_for_planning(rank: int, chain: bool) -> tuple[BaseException | None, tuple[int, ...]]:
+    """Rank 2 comes to plan when the others have given up; all of them then try once more."""
+    scopes = ((0, 1), (1, 2)) if chain else ((0, 1, 2),)
+    meshes = [DeviceMesh("cpu", list(ranks)) for ranks in scopes]
+    own = [mesh for mesh, ranks in zip(meshes, scopes, strict=True) if rank in ranks]
+    params = [nn.Parameter(shard(torch.ones(6, 4), mesh, [Shard(0)])) for mesh in own]
+    optimizer = Muon((f"of {param.device_mesh.mesh.tolist()}", param) for param in params)  # type: ignore[attr-defined]
+    group = control_group(optimizer)
     if rank == 2:
         wait_for("0 gave up")
         wait_for("1 gave up")
-        return None, ()
-    error = caught(lambda: control_group(trained.optimizer).prepare(timeout=PATIENCE_S))
+    error = caught(lambda: group.prepare(timeout=PATIENCE_S if rank < 2 else LIVENESS_S))
     tell(f"{rank} gave up")
-    return error, tuple(len(state) for state in trained.optimizer.state.values())
+    for other in range(3):
+        wait_for(f"{other} gave up")
+    return error, group.prepare(timeout=LIVENESS_S).ranks
 
 
-def test_a_rank_that_never_comes_to_plan_is_named() -> None:
-    *others, _ = on_ranks(late_for_planning, 3)
-    for error, states in others:
+@pytest.mark.parametrize("chain", [False, True], ids=["one mesh", "overlapping meshes"])
+def test_ranks_that_gave_up_planning_can_try_again_together(chain: bool) -> None:
+    by_rank = on_ranks(late_for_planning, 3, chain)
+    for error, ranks in by_rank:
         assert isinstance(error, LateRanks)
-        assert error.ranks == (2,)
         assert error.phase == "planning"
-        assert states == ()
+        assert ranks == (0, 1, 2)
+    assert by_rank[1][0].ranks == (2,)
+    assert "planning was given up" in str(by_rank[2][0])  # at once: its own patience is long
 
 
 def fails_while_a_peer_is_busy(rank: int) -> tuple[BaseException | None, str | None]:
@@ -223,6 +230,8 @@ def interrupted_while_it_waits(rank: int, backend: str) -> BaseException | None:
     channel, store = group.channel, _get_default_store()
     assert channel is not None
     if rank == 0:
+        # A job in the background, such as CI's may be, starts its processes with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         store.set("pid", str(os.getpid()))
     if rank == 2:
         wait_for(f"consensus/{channel.name}/at/0")

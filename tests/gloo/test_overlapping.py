@@ -16,7 +16,7 @@ from adapters import Muon
 from consensus import GroupFailure, any_failed, control_group, fail_together
 from consensus.testing import assert_unchanged, snapshot
 from tests.gloo._cases import caught, on_ranks
-from tests.threaded.test_muon import random_matrices, shard
+from tests.threaded.muon_cases import random_matrices, shard
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def one_failure_each(
     if kind == "parameters":
         source = [param for _, param in named_parameters_on(source)]
     group = control_group(source)
-    told = []
+    told: list[tuple[int, ...]] = []
     for odd in range(dist.get_world_size()):
         try:
             with fail_together("evaluate", group):

@@ -17,7 +17,7 @@ from adapters import Muon
 from consensus import Disagreement
 from consensus.testing import assert_unchanged, snapshot
 from tests.gloo._cases import Trained, caught, cause_of, on_ranks
-from tests.threaded.test_muon import random_matrices, shard
+from tests.threaded.muon_cases import random_matrices, shard
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +137,7 @@ def replaced(rank: int, everywhere: bool) -> list[tuple[str, str | None, list[st
             params = list(trained.optimizer.param_groups[0]["params"])
             trained.give_gradients()
 
-            def act(*_: Any, change: Callable[[Trained], None] = change) -> None:
+            def act(*_: Any, change: Callable[[Trained], None] = change) -> Any:
                 if everywhere or rank == 1:
                     change(trained)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import consensus
 from consensus import Disagreement, GroupFailure
 from tests.gloo._cases import Met, Recorder, Trained, caught, on_ranks, refused
-from tests.threaded.test_muon import named, shard
+from tests.threaded.muon_cases import named, shard
 
 pytestmark = pytest.mark.slow
 

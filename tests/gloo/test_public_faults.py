@@ -33,6 +33,7 @@ from tests.gloo._cases import (
     on_ranks,
     refused,
 )
+from tests.threaded.muon_cases import local
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +157,6 @@ def test_state_is_there_on_every_rank_whoever_owns_rows() -> None:
 def uninitialized_memory(rank: int) -> list[str]:
     """torch fills what it does not initialise with NaN: padding must not get into a result."""
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(1).isnan().all()
     trained = Trained.on(shape=(3,), shapes=(*DEGENERATE, (7, 5)), lr=0.02)
     for _ in range(2):
@@ -233,11 +233,7 @@ def query_before_training(rank: int, query: bool) -> list[torch.Tensor]:
     trained.healthy_step()
     trained.healthy_step()
     assert trained.differences() == []
-    return [param.to_local().detach() for param in trained.twins.sharded if is_sharded(param)]
-
-
-def is_sharded(param: torch.Tensor) -> bool:
-    return isinstance(param, DTensor)
+    return [local(param) for param in trained.twins.sharded]
 
 
 def test_asking_for_the_state_dict_first_changes_nothing() -> None:
@@ -298,11 +294,11 @@ def test_a_schedule_that_goes_apart_is_found_at_the_next_step() -> None:
 def unequal_replicas(rank: int) -> tuple[str, float]:
     """A label says that copies are equal, and they are not; labels are trusted, as documented."""
     mesh = init_device_mesh("cpu", (2,))
-    local = torch.eye(3) * (rank + 1)
-    param = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()], run_check=False))
+    copy = torch.eye(3) * (rank + 1)
+    param = nn.Parameter(DTensor.from_local(copy, mesh, [Replicate()], run_check=False))
     param.grad = DTensor.from_local(torch.ones(3, 3), mesh, [Replicate()], run_check=False)
     text = str(caught(Muon([("w", param)], lr=0.0, weight_decay=0.0).step))
-    return text, param.to_local()[0, 0].item()
+    return text, local(param)[0, 0].item()
 
 
 def test_placement_labels_are_trusted() -> None:

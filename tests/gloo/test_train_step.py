@@ -35,11 +35,20 @@ class RaisesInBackward(torch.autograd.Function):
         raise ValueError("bad backward")
 
 
+def fail_in_backward(x: Tensor) -> Tensor:
+    failing: Tensor = RaisesInBackward.apply(x)  # type: ignore[no-untyped-call]
+    return failing
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class Training:
     """Two sharded layers, so that there are collectives between them."""
 
-    model: nn.Module
+    model: nn.Sequential
     optimizer: Muon
     batch: Tensor
 
@@ -53,20 +62,22 @@ class Training:
         return cls(model, Muon(model.named_parameters(), lr=0.02), batch)
 
     def loss(self, failing: Where | None = None) -> Tensor:
-        hidden = self.model[0](self.batch)
+        hidden: Tensor = self.model[0](self.batch)
         if failing == "forward":
             raise ValueError("bad forward")
         if failing == "backward":
-            hidden = RaisesInBackward.apply(hidden)
-        return self.model[2](hidden).square().sum()
+            hidden = fail_in_backward(hidden)
+        loss: Tensor = self.model[2](hidden).square().sum()
+        return loss
 
     def whole(self) -> list[Tensor]:
         return [gathered(param) for param in self.model.parameters()]
 
 
 def gathered(param: Tensor) -> Tensor:
-    assert isinstance(param, DTensor)
-    return param.detach().full_tensor()
+    whole = param.detach()
+    assert isinstance(whole, DTensor)
+    return whole.full_tensor()
 
 
 def one_training_step(training: Training, failing: bool = False) -> None:
@@ -75,7 +86,7 @@ def one_training_step(training: Training, failing: bool = False) -> None:
     def closure() -> float:
         training.optimizer.zero_grad()
         loss = training.loss()
-        loss.backward()
+        backward(loss)
         if failing:
             raise ValueError("no such metric")
         return loss.item()
@@ -136,7 +147,7 @@ def fails_in_the_data_plane(rank: int, where: Where, bad: int) -> tuple[Told, tu
 
     def step() -> None:
         with fail_together("train step", training.optimizer, timeout=PATIENCE_S):
-            training.loss(where if rank == bad else None).backward()
+            backward(training.loss(where if rank == bad else None))
             training.optimizer.step()
 
     before = snapshot(training.optimizer, gradients=False)
@@ -176,7 +187,7 @@ def test_a_failure_in_the_data_plane_ends_on_every_rank(
 def without_agreement_in_the_data_plane(rank: int) -> str:
     training = Training.start(rank)
     with without_agreement():
-        error = caught(lambda: training.loss("forward" if rank == 1 else None).backward())
+        error = caught(lambda: backward(training.loss("forward" if rank == 1 else None)))
     return f"{type(error).__name__}: {error}"
 
 
@@ -193,7 +204,7 @@ class Gate(nn.Module):
     fails = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return RaisesInBackward.apply(x) if self.fails else x  # type: ignore[no-any-return]
+        return fail_in_backward(x) if self.fails else x
 
 
 def all_fail_in_backward(
