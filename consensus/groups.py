@@ -54,6 +54,7 @@ class ControlGroup:
         self._timeout = timeout
         self._backend = backend
         self._manifest: Manifest | None = None
+        self._problem: ValueError | None = None
         self._session: Session | None = current_session()
         self._plan: Plan | None = None
         self._identity: tuple[Fact, ...] = ()
@@ -91,7 +92,13 @@ class ControlGroup:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The parameters as last read, when the source is an optimizer."""
+        """The parameters as last read, when the source is an optimizer.
+
+        Raises:
+            ValueError: They could not be: one is listed twice, say.
+        """
+        if self._problem is not None:
+            raise self._problem
         return self._manifest
 
     @property
@@ -172,7 +179,8 @@ class ControlGroup:
             self._session = session
             self._read()
             return self
-        if self._manifest is None or self._manifest.is_current(self._param_groups()):
+        known = self._manifest is None or self._manifest.is_current(self._param_groups())
+        if known and self._problem is None:
             return self
         before = self._scopes
         self._read()
@@ -224,17 +232,24 @@ class ControlGroup:
         self._meshes: tuple[DeviceMesh, ...] = ()
         self._groups: tuple[Any, ...] = ()
         before, self._manifest = self._manifest, None
+        self._problem = None
         self._scopes = ()
         if self._session is None:
             return
         optimizer = self._optimizer() if self._optimizer is not None else None
         items = list(flatten(optimizer if optimizer is not None else self._source))
-        if optimizer is not None:
-            self._manifest = read_manifest(optimizer.param_groups, before)
+        own_meshes: tuple[DeviceMesh, ...]
+        try:
+            if optimizer is not None:
+                self._manifest = read_manifest(optimizer.param_groups, before)
+        except ValueError as problem:  # told in the next vote: peers may be on their way to it
+            self._problem = problem
+        if self._manifest is not None:
             own_meshes = self._manifest.meshes
         else:
             own = (item.device_mesh for item in items if isinstance(item, DTensor))
             own_meshes = tuple({id(mesh): mesh for mesh in own}.values())
+        self._own_meshes = own_meshes if optimizer is not None else ()
         self._meshes = (*own_meshes, *(i for i in items if isinstance(i, DeviceMesh)))
         self._groups = tuple(i for i in items if isinstance(i, dist.ProcessGroup))
         self._scopes = self._read_scopes(optimizer)
@@ -262,7 +277,7 @@ class ControlGroup:
         Of a mesh with several axes a rank knows only its own groups, so there is nothing to say.
         """
         names: dict[Ranks, str] = {}
-        for mesh in self._manifest.meshes if self._manifest else ():
+        for mesh in self._own_meshes:
             if mesh.ndim == 1 and mesh.size() > 1:
                 ranks = mesh_ranks(mesh)
                 names[ranks] = f"{names.get(ranks, '')}/group {mesh.get_group().group_name}"

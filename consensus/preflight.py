@@ -130,6 +130,7 @@ class preflight:
         nesting().leave(self._open)
         if not self._votes:
             if error is None:
+                _ = self._group.manifest  # raises when it could not be read
                 self._read_amp()
                 self.ranges = _control_range([RangeOf(n, v, v) for n, v in self._ranges])
             return False

@@ -27,7 +27,7 @@ ROWS: tuple[Placement, ...] = (Shard(0),)
 
 # A run that takes longer hangs. Ranks would wait longer still in a collective, so that none is
 # released early by a timeout of the data plane.
-LIVENESS_S = 30.0
+LIVENESS_S = 40.0
 DATA_PLANE_S = 120.0
 
 

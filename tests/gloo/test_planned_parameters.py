@@ -193,3 +193,36 @@ def test_tensors_that_change_places_under_their_names_on_one_rank_are_found_on_a
 
 def test_tensors_that_change_places_on_every_rank_are_accepted() -> None:
     assert on_ranks(_tensors_change_places_between_two_steps, 2, True) == ("stepped", "stepped")
+
+
+def a_list_that_cannot_be_read(rank: int) -> list[str]:
+    """Rank 1 has a name twice when its optimizer is new, and a tensor twice later on."""
+    mesh = init_device_mesh("cpu", (2,))
+    texts = []
+    params = [Build().optimizer(mesh).param_groups[0]["params"][i] for i in range(2)]
+    second = "a" if rank == 1 else "b"
+    optimizer = Muon([{"params": [("a", params[0])]}, {"params": [(second, params[1])]}])
+    texts += [str(caught(optimizer.step)) for _ in range(2)]
+    optimizer = Muon([("a", params[0]), ("b", params[1])])
+    texts.append(str(caught(optimizer.step)))
+    group = optimizer.param_groups[0]
+    if rank == 1:
+        group["params"].append(params[0])
+        group["param_names"].append("c")
+    texts += [str(caught(optimizer.step)) for _ in range(2)]
+    if rank == 1:
+        group["params"].pop()
+        group["param_names"].pop()
+    texts.append(str(caught(optimizer.step)))
+    return texts
+
+
+def test_parameters_that_one_rank_cannot_read_stop_all_until_they_are_mended() -> None:
+    first, second = on_ranks(a_list_that_cannot_be_read, 2)
+    assert first == second
+    for text in first[:2]:
+        assert "rank 1: ValueError: 2 parameters are named 'a'" in text
+    assert first[2] == "None"
+    for text in first[3:5]:
+        assert "rank 1: ValueError: parameter 2 (shape (6, 4)) is listed twice" in text
+    assert first[5] == "None"
