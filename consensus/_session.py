@@ -219,7 +219,7 @@ class Session:
                     channel.name, channel.members, ballot.sequence, patience, broken
                 )
                 raise AgreementBroken(absence) from None
-            except BaseException as interrupted:  # Ctrl-C while waiting: let nobody wait for us longer
+            except BaseException as interrupted:  # Ctrl-C: let nobody wait on
                 self.close(channel, f"interrupted by {type(interrupted).__name__}")
                 raise
 
