@@ -37,8 +37,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from adapters._blocks import Grid
 from adapters._codebook import Codebook, dequantize, divisors, nearest
-from adapters._period import Grid
 
 _TINY = torch.finfo(torch.float32).tiny
 _AT_ONCE = 2**18  # elements that are float64 at a time

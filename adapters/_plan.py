@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 Ranks: TypeAlias = tuple[int, ...]
 Shape: TypeAlias = tuple[int, int]
+Span: TypeAlias = tuple[int, int]  # start, length
 
 BYTES_PER_ELEMENT = 2  # bfloat16, the type in which a matrix travels
 DEFAULT_BUCKET_BYTES = 64 * 2**20
@@ -36,7 +37,7 @@ class Cut:
     mesh, yet cuts the pieces that those others, ``split_factor`` in all, have left.
     """
 
-    dim: int  # 0 or 1
+    dim: int
     num_ranks: int
     split_factor: int = 1
 
@@ -154,8 +155,8 @@ def cutting_order(cuts: Sequence[Cut]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def rectangles(shape: Shape, cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...]:
-    """Return the rectangle of every rank, the last cut varying fastest.
+def boxes(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[tuple[Span, ...], ...]:
+    """Return what every rank holds of a tensor, for each dim; the last cut varies fastest.
 
     This is where the shards really lie. For strided shards whose rows do not divide, torch's own
     ``compute_local_shape_and_global_offset`` describes some of FSDP's shards otherwise (7 rows
@@ -168,15 +169,22 @@ def rectangles(shape: Shape, cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...]:
     sizes = [cut.num_ranks for cut in cuts]
     found = []
     for flat in range(math.prod(sizes)):
-        # (start, length) of the rows and of the columns
-        spans = [(0, shape[0]), (0, shape[1])]
+        spans = [(0, length) for length in shape]
         for i in order:
             index = flat // math.prod(sizes[i + 1 :]) % sizes[i]
             start, length = spans[cuts[i].dim]
             spans[cuts[i].dim] = piece(start, length, num_pieces=sizes[i], index=index)
-        (row, num_rows), (col, num_cols) = spans
-        found.append(Rectangle(row, col, num_rows, num_cols))
+        found.append(tuple(spans))
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def rectangles(shape: Shape, cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...]:
+    """Return the rectangle of every rank; see :func:`boxes`."""
+    return tuple(
+        Rectangle(row, col, num_rows, num_cols)
+        for (row, num_rows), (col, num_cols) in boxes(shape, cuts)
+    )
 
 
 def blocks(parts: Sequence[Rectangle], *, num_cols: int) -> tuple[Block, ...]:

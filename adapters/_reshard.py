@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from adapters._plan import Bucket, Cut, Layout, Matrix, Shape, Slot, rectangles
+from adapters._plan import Bucket, Cut, Layout, Matrix, Slot, boxes
 
+_OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 # torch 2.13 renamed it and warns at each call of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -31,10 +34,29 @@ def describe(param: Tensor, *, position: int, name: str) -> Matrix | None:
     """
     if not isinstance(param, DTensor):
         return None
-    axes = sharded_axes(param, name=name)
-    if not axes:
+    layout, index = layout_of(param, name=name)
+    if not layout.cuts:
         return None
-    shape = _shape(param)
+    rows, cols = param.shape
+    return Matrix(position, (rows, cols), layout, index)
+
+
+def layout_of(param: DTensor, *, name: str) -> tuple[Layout, int]:
+    """Return the ranks that hold different shards of a parameter, its cuts, and this one's index.
+
+    Args:
+        param: A parameter of any number of dimensions.
+        name: What error texts call it.
+
+    Returns:
+        The layout, without cuts if this rank holds all of it, and this rank's place among its
+        shards, counted with the last cut varying fastest.
+
+    Raises:
+        NotImplementedError: The placements cannot be described as boxes.
+        ValueError: The parameter lives on a mesh without this rank.
+    """
+    axes = sharded_axes(param, name=name)
     mesh = param.device_mesh
     cuts = tuple(_cut(param.placements[axis], mesh.size(axis)) for axis in axes)
     index = 0
@@ -42,25 +64,26 @@ def describe(param: Tensor, *, position: int, name: str) -> Matrix | None:
         # Not the mesh coordinate: where a mesh lists its ranks out of order the two differ, and
         # torch places shards by the rank in the group.
         index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+    shape = tuple(param.shape)
     try:
-        own = rectangles(shape, cuts)[index]
+        own = tuple(length for _, length in boxes(shape, cuts)[index])
     except NotImplementedError as error:
         raise NotImplementedError(f"{name} with placements {param.placements}: {error}") from None
     local_shape = tuple(param.to_local().shape)
-    if local_shape != (own.num_rows, own.num_cols):
+    if local_shape != own:
         raise NotImplementedError(
             f"{name}: this rank holds a shard of shape {local_shape}, but shape {shape} with "
-            f"placements {param.placements} gives it {(own.num_rows, own.num_cols)}. "
+            f"placements {param.placements} gives it {own}. "
             "Only the uneven shards that torch itself makes are supported."
         )
-    return Matrix(position, shape, Layout(_ranks(param, axes), cuts), index)
+    return Layout(_ranks(param, axes), cuts), index
 
 
 def sharded_axes(param: DTensor, *, name: str = "a parameter") -> tuple[int, ...]:
     """Return the mesh axes that cut this parameter, from left to right.
 
     Raises:
-        NotImplementedError: A placement is neither a replica nor a shard of rows or columns.
+        NotImplementedError: A placement is neither a replica nor a shard of a dimension.
         ValueError: The parameter lives on a mesh without this rank.
     """
     mesh = param.device_mesh
@@ -73,10 +96,13 @@ def sharded_axes(param: DTensor, *, name: str = "a parameter") -> tuple[int, ...
     for axis, placement in enumerate(param.placements):
         if isinstance(placement, Replicate) or mesh.size(axis) == 1:
             continue
-        if not isinstance(placement, (Shard, _StridedShard)) or placement.dim not in (0, 1):
+        if not (
+            isinstance(placement, (Shard, _StridedShard)) and 0 <= placement.dim < param.ndim
+        ):
+            dims = " or ".join(f"Shard({dim})" for dim in range(param.ndim))
             raise NotImplementedError(
                 f"{name}: placement {placement!r} on mesh axis {axis} is not supported; expected "
-                f"Replicate(), Shard(0) or Shard(1), got {param.placements}. "
+                f"Replicate() or {dims}, got {param.placements}. "
                 "Redistribute the parameter first."
             )
         axes.append(axis)
@@ -173,17 +199,54 @@ def own_part(slot: Slot, whole: Tensor, *, device: torch.device) -> Tensor:
     return whole[rows, cols].to(device, copy=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """A vector that several ranks combine element by element."""
+
+    order: tuple[Any, ...]  # equal on those ranks alone; tells everyone which batch comes first
+    groups: tuple[dist.ProcessGroup, ...]  # one after the other; none if nobody else takes part
+    device: torch.device  # where the groups communicate
+    vector: Tensor  # (n,), of equal length and dtype on those ranks; not written
+
+
+def reduce_together(parts: Sequence[Reduction], op: Literal["max", "sum"]) -> list[Tensor]:
+    """Return each vector as the ranks combined it, on the device it came from.
+
+    Vectors of the same order, dtype and device travel as one. Batches are reduced in ascending
+    order, so that ranks which share only some of them never wait for each other in a circle.
+
+    Args:
+        parts: The ranks of each must list theirs in the same sequence.
+        op: ``"max"`` or ``"sum"``.
+
+    Collectives:
+        One all_reduce for each batch and each of its groups, of all its elements. All ranks of
+        the groups must call.
+    """
+    found = [part.vector for part in parts]
+    batches: dict[tuple[Any, ...], list[int]] = {}
+    for i, part in enumerate(parts):
+        if part.groups and part.vector.numel():
+            key = (*part.order, str(part.vector.dtype), str(part.device))
+            batches.setdefault(key, []).append(i)
+    for key in sorted(batches):
+        members = batches[key]
+        first = parts[members[0]]
+        together = torch.cat([parts[i].vector.to(first.device) for i in members])
+        for group in first.groups:
+            dist.all_reduce(together, op=_OPS[op], group=group)
+        sizes = [parts[i].vector.numel() for i in members]
+        for i, vector in zip(members, torch.split(together, sizes), strict=True):
+            found[i] = vector.to(parts[i].vector.device)
+    return found
+
+
 def _cut(placement: Placement, num_ranks: int) -> Cut:
     if isinstance(placement, _StridedShard):
         return Cut(placement.dim, num_ranks, int(placement.split_factor))
     if isinstance(placement, Shard):
         return Cut(placement.dim, num_ranks)
     raise AssertionError(f"{placement} is not a shard")
-
-
-def _shape(param: DTensor) -> Shape:
-    rows, cols = param.shape
-    return rows, cols
 
 
 def _ranks(param: DTensor, axes: Sequence[int]) -> tuple[int, ...]:

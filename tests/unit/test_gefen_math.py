@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters._blocks import Grid, whole_grid
 from adapters._codebook import Codebook, histogram, learn_levels, make_codebook
 from adapters._gefen_math import (
     apply_,
@@ -33,7 +34,7 @@ from adapters._gefen_math import (
     to_rows,
 )
 from adapters._newton_schulz import adjust_lr
-from adapters._period import Grid, find_period, whole_grid
+from adapters._period import find_period
 from tests.unit.test_codebook import floats, generator, golden
 from tests.unit.test_period import BOOK, Shards, randn, shards
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters._blocks import Grid, Part, cut_blocks, make_grid, pieces, whole_grid
 from adapters._codebook import make_codebook
 from adapters._gefen_math import (
     average,
@@ -27,24 +28,18 @@ from adapters._gefen_math import (
     to_rows,
 )
 from adapters._period import (
-    Grid,
-    Part,
     PeriodRules,
     Search,
     add_sums_,
     candidates,
     choose_exponent,
     choose_period,
-    cut_blocks,
     fallback_period,
     find_period,
     largest_square,
-    make_grid,
     period_of,
-    pieces,
     plan_search,
     search_errors,
-    whole_grid,
 )
 from tests.unit.test_codebook import LEVELS, floats, generator, golden
 
