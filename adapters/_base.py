@@ -11,49 +11,58 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias, overload
+from operator import is_
+from typing import Any, ClassVar, TypeAlias, overload
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, optimizer
 
 import consensus
+from adapters._plan import DEFAULT_BUCKET_BYTES
+from adapters._rules import Member, Rule, Write, check_gradient, spans_ranks
+from adapters.options import check_options
 
 Closure: TypeAlias = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is read from the parameters once, and again only when they are others."""
+
+    made_of: tuple[Any, ...] = ()  # the groups, then the parameters
+    by_rule: tuple[tuple[Rule, tuple[Member, ...]], ...] = ()
+    to_check: tuple[Member, ...] = ()  # their gradients are nobody else's business
 
 
 class VotingOptimizer(Optimizer, ABC):
     """An optimizer whose ranks agree before any of them writes.
 
-    A subclass says what one rank can check by itself and how the update is made; it never
-    communicates in the first and writes nothing in the second until no peer needs it any more.
+    What it does to parameters is up to its rules: each owns some of the parameter groups.
     """
 
     #: The group to agree in; None derives it from the meshes of the parameters.
     control_group: consensus.Source = None
     #: Whether this optimizer's steps meet other ranks. If not, it only takes part in planning.
     casts_votes: bool = True
+    #: Upper limit for the whole matrices that are gathered at once, in bytes as bfloat16. Equal
+    #: on all ranks.
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    #: Attributes that a copy takes along. Process groups do not pickle, so a copy derives its
+    #: control group from its parameters.
+    _carried: ClassVar[tuple[str, ...]] = ()
+    _rules: tuple[Rule, ...]
 
     @abstractmethod
-    def _check(self, vote: consensus.preflight) -> None:
-        """Raise for anything this rank can see is wrong. Runs after the closure, inside the vote.
+    def _make_rules(self) -> tuple[Rule, ...]:
+        """Return new rules, made from this optimizer's attributes."""
 
-        Args:
-            vote: Takes facts that must be equal on all ranks.
-
-        Collectives:
-            None.
-        """
-
-    @abstractmethod
-    def _update(self, inv_scale: float | None) -> None:
-        """Make the step. Runs without gradient tracking, after all ranks agreed to proceed.
-
-        Args:
-            inv_scale: What to multiply gradients by, or None. ``p.grad`` itself is not written.
-        """
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        """Set up rules and groups; a subclass has set the attributes they need before."""
+        self._rules = self._make_rules()
+        super().__init__(params, defaults)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -132,79 +141,133 @@ class VotingOptimizer(Optimizer, ABC):
             args, kwargs = result
         return args, kwargs
 
-    def _named_parameters(self) -> Iterator[tuple[int, str, Tensor, dict[str, Any]]]:
-        """Yield (position, name, parameter, group) in the order of the parameter list."""
+    # ---- parameters and their rules ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch; a group that is refused is not added.
+
+        Raises:
+            ValueError: An option is out of range, or a parameter cannot be updated.
+            NotImplementedError: A placement is not supported.
+
+        Collectives:
+            None.
+        """
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            rule = self._rule_of(group)
+            check_options(group, rule.options, f"parameter group {len(self.param_groups) - 1}")
+            with torch.no_grad():
+                for member in self._members():
+                    if member.group is group:
+                        rule.check_parameter(member)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._forget()
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        return next(rule for rule in self._rules if rule.owns(group))
+
+    def _members(self) -> Iterator[Member]:
+        """Yield all parameters in the order of the groups."""
         position = 0
         for group in self.param_groups:
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
-                yield position, names[index] if names else f"parameter {position}", param, group
+                name = names[index] if names else f"parameter {position}"
+                yield Member(position, name, param, group)
                 position += 1
 
+    def _forget(self) -> None:
+        """Make the next step read the parameters, and the state, anew."""
+        self._known = _Known()
+        self._state_is_checked = False
+        self.casts_votes = any(rule.meets_ranks for rule in self._rules)
+        # True makes GradScaler hand the overflow over to the step, so that ranks agree on it.
+        # Elsewhere it stays False: trainers refuse to clip gradients where it is True.
+        self._step_supports_amp_scaling = self.casts_votes and self._spans_ranks()
 
-def spans_ranks(param: Tensor) -> bool:
-    """Return whether a parameter is spread or copied over a mesh of more than one rank."""
-    return isinstance(param, DTensor) and param.device_mesh.size() > 1
+    def _spans_ranks(self) -> bool:
+        return any(spans_ranks(member.param) for member in self._members())
 
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: the tensor itself unless it is a DTensor.
-
-    Call it without gradient tracking: then the result shares memory with the argument.
-    """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def check_gradient(name: str, param: Tensor) -> None:
-    """Raise if the gradient cannot be used as this rank's part of the parameter's gradient.
-
-    Raises:
-        RuntimeError: The gradient is sparse.
-        ValueError: It is placed in another way than the parameter.
-    """
-    grad = param.grad
-    if grad is None:
-        return
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f"sparse gradients are not supported; {name} has one: {grad.layout}")
-    if not _same_placement(grad, param):
-        raise ValueError(
-            f"the gradient of {name} is {_placement(grad)}, the parameter is {_placement(param)}. "
-            "Redistribute the gradient before the step."
+    def _read_parameters(self) -> _Known:
+        """Read them if they are not those of the last step: wrappers swap and shard them late."""
+        groups = self.param_groups
+        made_of = (*groups, *(param for group in groups for param in group["params"]))
+        known = self._known
+        if len(made_of) == len(known.made_of) and all(map(is_, made_of, known.made_of)):
+            return known
+        self._forget()
+        members = tuple(self._members())
+        by_rule = tuple(
+            (rule, tuple(each for each in members if self._rule_of(each.group) is rule))
+            for rule in self._rules
         )
+        for rule, its_members in by_rule:
+            rule.read(its_members)
+        # The agreement checks the gradients of parameters that ranks share.
+        to_check = tuple(
+            member for member in members if not (self.casts_votes and spans_ranks(member.param))
+        )
+        self._known = _Known(made_of, by_rule, to_check)
+        return self._known
 
+    # ---- one step ----
 
-def check_state(name: str, param: Tensor, value: Tensor | None) -> None:
-    """Raise if a state tensor, such as one from a checkpoint, does not lie as its parameter does.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _check(self, vote: consensus.preflight) -> None:
+        """Raise for anything this rank can see is wrong. Runs after the closure, inside the vote.
 
-    Raises:
-        ValueError: It is placed in another way, or has another shape.
-    """
-    if value is None or (_same_placement(value, param) and value.shape == param.shape):
-        return
-    raise ValueError(
-        f"the state of {name} has shape {tuple(value.shape)} and is {_placement(value)}; expected "
-        f"shape {tuple(param.shape)}, {_placement(param)}. Load a checkpoint through "
-        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which cuts it as the "
-        "parameters are cut."
-    )
+        Args:
+            vote: Takes facts that must be equal on all ranks.
 
+        Collectives:
+            None.
+        """
+        with torch.no_grad():
+            known = self._read_parameters()
+        for member in known.to_check:
+            check_gradient(member.name, member.param)
+        for rule, members in known.by_rule:
+            if not self._state_is_checked:
+                for member in members:
+                    rule.check_state(self, member)
+            rule.vote(self, members, vote)
+        self._state_is_checked = True
 
-def _same_placement(tensor: Tensor, param: Tensor) -> bool:
-    if not isinstance(param, DTensor):
-        return not isinstance(tensor, DTensor)
-    if not isinstance(tensor, DTensor) or tensor.device_mesh != param.device_mesh:
-        return False
-    # On an axis of one rank every placement means the same.
-    mesh = param.device_mesh
-    pairs = zip(tensor.placements, param.placements, strict=True)
-    return all(mine == its or mesh.size(axis) == 1 for axis, (mine, its) in enumerate(pairs))
+    def _update(self, inv_scale: float | None) -> None:
+        """Make the step. Runs without gradient tracking, after all ranks agreed to proceed.
 
+        Args:
+            inv_scale: What to multiply gradients by, or None. ``p.grad`` itself is not written.
+        """
+        writes: list[Write] = []
+        for rule, members in self._known.by_rule:
+            active = [member for member in members if member.param.grad is not None]
+            writes += rule.compute(self, active, inv_scale)
+        for write in writes:
+            write.commit()
 
-def _placement(tensor: Tensor) -> str:
-    if isinstance(tensor, DTensor):
-        return f"placed as {tensor.placements} on {tensor.device_mesh}"
-    return "a plain tensor"
+    # ---- copies ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of."""
+        carried = {name: getattr(self, name) for name in self._carried}
+        records = [rule.record() for rule in self._rules]
+        return {**super().__getstate__(), **carried, "records": records}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, or (from ``load_state_dict``) take over groups and state."""
+        records = state.pop("records", None)
+        super().__setstate__(state)
+        if records is not None:
+            self._rules = self._make_rules()
+            for rule, record in zip(self._rules, records, strict=True):
+                if record is not None:
+                    rule.set_record(record)
+        self._forget()
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

@@ -90,7 +90,7 @@ class MuonOptions(BaseModel):
         return value
 
 
-def check_options(group: Mapping[str, Any], where: str) -> None:
+def check_options(group: Mapping[str, Any], options: type[BaseModel], where: str) -> None:
     """Raise if the options in ``group`` cannot be used.
 
     A group may carry keys of its own, as in torch (schedulers put ``initial_lr`` there), so only
@@ -98,19 +98,20 @@ def check_options(group: Mapping[str, Any], where: str) -> None:
 
     Args:
         group: A parameter group, or the keyword arguments of an optimizer.
+        options: What they may be.
         where: What the text calls the place of the options, such as "parameter group 1".
 
     Raises:
         ValueError: An option is misspelt, of the wrong type, or out of its range.
     """
-    names = list(MuonOptions.model_fields)
-    options = {
+    names = list(options.model_fields)
+    given = {
         key: value
         for key, value in group.items()
         if key in names or difflib.get_close_matches(key, names, n=1, cutoff=0.85)
     }
     try:
-        MuonOptions(**options)
+        options(**given)
     except ValidationError as error:
         raise ValueError(f"{where}: {_in_words(error, names)}") from None
 

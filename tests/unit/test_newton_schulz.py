@@ -60,7 +60,7 @@ def test_other_coefficients_and_steps_are_used() -> None:
     x = matrix(4, 6)
     cubic = (1.5, -0.5, 0.0)
     expected = _zeropower_via_newtonschulz(x, cubic, 2, 1e-7)
-    assert torch.equal(newton_schulz(x, cubic, steps=2), expected)
+    assert torch.equal(newton_schulz(x, [cubic, cubic]), expected)
 
 
 def test_the_direction_is_torchs_average_and_look_ahead() -> None:

@@ -1,0 +1,203 @@
+"""Muon's rule: orthogonalise the momentum of whole matrices, on every rank, or of each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import consensus
+from adapters._newton_schulz import adjust_lr, nesterov_direction, newton_schulz, schedule_of
+from adapters._plan import Bucket, Matrix, plan_buckets
+from adapters._reshard import (
+    assemble,
+    describe,
+    exchange_device,
+    gather,
+    gather_groups,
+    own_part,
+    sharded_axes,
+)
+from adapters._rules import (
+    Member,
+    Owner,
+    Rule,
+    check_state,
+    gradient_of,
+    local,
+    scalar_lr,
+    was_written,
+)
+from adapters.options import MuonOptions, ShardedMode
+
+
+@dataclass(slots=True)
+class Pending:
+    """What a step will do to one matrix, computed but not yet written."""
+
+    member: Member
+    states: Any  # of the optimizer; written by commit only
+    grad: Tensor  # this rank's part, unscaled
+    decay: float | Tensor  # factor for the weights
+    alpha: float  # factor for the update
+    update: Tensor | None = None  # this rank's part, bfloat16; None where that is empty
+
+    def direction(self) -> Tensor:
+        """This rank's part of the matrix to orthogonalise, in memory of its own."""
+        group = self.member.group
+        return nesterov_direction(
+            self.grad,
+            local(self._momentum_buffer()),
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+        )
+
+    def orthogonalize(self, matrix: Tensor) -> Tensor:
+        """Newton-Schulz with this parameter's options; ``matrix`` is not written."""
+        group = self.member.group
+        return newton_schulz(matrix, schedule_of(group), eps=group["eps"])
+
+    def commit(self) -> None:
+        """Write the matrix and its momentum, with operations that their operands cannot fail."""
+        self.commit_momentum()
+        param = local(self.member.param)
+        param.mul_(self.decay)
+        if self.update is not None:
+            param.add_(self.update, alpha=self.alpha)
+        was_written(self.member.param)
+
+    def commit_momentum(self) -> None:
+        """Write the momentum."""
+        buffer = self._momentum_buffer()
+        # Again, in place: the same bits that direction() saw, which nobody had to keep until now.
+        local(buffer).lerp_(self.grad, 1 - self.member.group["momentum"])
+        self.states[self.member.param]["momentum_buffer"] = buffer
+
+    def _momentum_buffer(self) -> Tensor:
+        """The momentum as it stands in the state, or zeros that are not there yet."""
+        buffer: Tensor | None = self.states.get(self.member.param, {}).get("momentum_buffer")
+        grad = self.member.param.grad
+        if buffer is None and grad is not None:
+            buffer = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        if buffer is None:
+            raise AssertionError("only parameters with a gradient have a momentum")
+        return buffer
+
+
+class MuonRule(Rule):
+    """Muon for matrices: plain tensors, or DTensors that are gathered whole on every rank."""
+
+    options = MuonOptions
+    pending: type[Pending] = Pending
+
+    def __init__(self, sharded_mode: ShardedMode, **kwargs: Any) -> None:
+        """Make the rule; see :class:`Rule` for the keyword arguments."""
+        super().__init__(**kwargs)
+        self.is_exact = sharded_mode == "exact"
+        self.meets_ranks = self.is_exact
+        self._matrices: dict[int, Matrix] = {}  # position -> where its shards lie
+        self._planned_for: tuple[tuple[int, ...], int] = ((), 0)  # positions, bytes of a bucket
+        self._plan: tuple[Bucket, ...] = ()
+
+    def check_parameter(self, member: Member) -> None:
+        """Raise unless the parameter is a real matrix whose placement is supported."""
+        _, name, param, _ = member
+        if param.ndim != 2:
+            raise ValueError(
+                "Muon only supports 2D parameters whereas we found a parameter with size: "
+                f"{param.size()} ({name}). Give it to another optimizer, such as AdamW."
+            )
+        if param.is_complex():
+            raise ValueError(f"Muon does not support complex parameters; {name} is {param.dtype}")
+        if self.is_exact:
+            describe(param, position=member.position, name=name)
+        elif isinstance(param, DTensor):
+            sharded_axes(param, name=name)
+
+    def read(self, members: Sequence[Member]) -> None:
+        """Read where the shards of each matrix lie."""
+        self._planned_for, self._plan, self._matrices = ((), 0), (), {}
+        for member in members if self.is_exact else ():
+            matrix = describe(member.param, position=member.position, name=member.name)
+            if matrix is not None:
+                self._matrices[member.position] = matrix
+
+    def check_state(self, owner: Owner, member: Member) -> None:
+        """Raise if the momentum does not lie as its parameter does."""
+        buffer = owner.state.get(member.param, {}).get("momentum_buffer")
+        check_state(member.name, member.param, buffer)
+
+    def vote(self, owner: Owner, members: Sequence[Member], vote: consensus.preflight) -> None:
+        """Bring the size of a bucket, which decides the collectives of the step."""
+        vote.same("bucket_bytes", owner.bucket_bytes)
+
+    def compute(
+        self, owner: Owner, members: Sequence[Member], inv_scale: float | None
+    ) -> Sequence[Pending]:
+        """Return the updates of all matrices.
+
+        Collectives:
+            For each bucket one all_gather for each cut of its layout.
+        """
+        pending = {each.position: self._prepare(owner, each, inv_scale) for each in members}
+        self.advance(owner, list(pending.values()))
+        buckets = self._buckets(owner, pending)
+        for bucket in buckets:
+            self._compute_bucket(bucket, pending)
+        gathered = {slot.position for bucket in buckets for slot in bucket.slots}
+        for position, each in pending.items():
+            if position not in gathered and each.grad.numel():
+                each.update = each.orthogonalize(each.direction())
+        self.finish(owner, list(pending.values()))
+        return list(pending.values())
+
+    def advance(self, owner: Owner, pending: Sequence[Pending]) -> None:
+        """Compute what the directions of all matrices need."""
+
+    def finish(self, owner: Owner, pending: Sequence[Pending]) -> None:
+        """Change updates by what all ranks know of them."""
+
+    def _prepare(self, owner: Owner, member: Member, inv_scale: float | None) -> Pending:
+        group = member.group
+        lr = scalar_lr(group)
+        return self.pending(
+            member=member,
+            states=owner.state,
+            grad=gradient_of(member, inv_scale),
+            decay=1 - lr * group["weight_decay"],
+            alpha=-float(adjust_lr(lr, group["adjust_lr_fn"], member.param.shape)),
+        )
+
+    def _buckets(self, owner: Owner, active: Iterable[int]) -> tuple[Bucket, ...]:
+        """The plan for the parameters at these positions, made anew when they are others."""
+        sharded = tuple(position for position in active if position in self._matrices)
+        if self._planned_for != (sharded, owner.bucket_bytes):
+            wanted = [self._matrices[position] for position in sharded]
+            self._plan = plan_buckets(wanted, bucket_bytes=owner.bucket_bytes)
+            self._planned_for = (sharded, owner.bucket_bytes)
+        return self._plan
+
+    def _compute_bucket(self, bucket: Bucket, pending: dict[int, Pending]) -> None:
+        """Gather the matrices of a bucket and keep this rank's parts of their updates.
+
+        Collectives:
+            One all_gather for each cut of the bucket's layout.
+        """
+        members = [pending[slot.position] for slot in bucket.slots]
+        first = members[0].member.param
+        if not isinstance(first, DTensor):
+            raise AssertionError("a bucket holds sharded parameters")
+        gathered = gather(
+            bucket,
+            (each.direction() for each in members),
+            groups=gather_groups(first),
+            device=exchange_device(first),
+        )
+        for slot, each in zip(bucket.slots, members, strict=True):
+            if slot.own.numel:
+                whole = each.orthogonalize(assemble(slot, gathered))
+                each.update = own_part(slot, whole, device=each.grad.device)
