@@ -29,7 +29,7 @@ NUM_LEVELS = 256  # one byte
 NUM_BINS = 16 * NUM_LEVELS
 _BINS_PER_UNIT = NUM_BINS // 2  # the histogram covers [-1, 1]
 _CELLS_PER_UNIT = 2 * _BINS_PER_UNIT
-_ZERO_BIN = NUM_BINS // 2  # where an exact zero falls
+ZERO_BIN = NUM_BINS // 2  # where an exact zero falls
 # The solver looks at every 512th end first. Ratios of 2 and of 16 take a third longer.
 _STRIDES = (512, 64, 8, 1)
 
@@ -199,7 +199,7 @@ def is_degenerate(counts: Tensor) -> bool:
         counts: Shape (4096,), the sum of :func:`histogram` over all parts.
     """
     # The largest of a block that is not all zeros falls in the first or the last bin.
-    return int(counts.sum()) == int(counts[_ZERO_BIN])
+    return int(counts.sum()) == int(counts[ZERO_BIN])
 
 
 def learn_levels(counts: Tensor) -> Tensor | None:

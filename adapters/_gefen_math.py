@@ -38,9 +38,16 @@ import torch
 from torch import Tensor
 
 from adapters._blocks import Grid
-from adapters._codebook import Codebook, dequantize, divisors, nearest
+from adapters._codebook import (
+    ZERO_BIN,
+    Codebook,
+    dequantize,
+    divisors,
+    histogram,
+    nearest,
+)
 
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
 _AT_ONCE = 2**18  # elements that are float64 at a time
 _SQUARES_AT_ONCE = 2**20  # as in Gefen-X: it decides the last bits of column sums
 
@@ -59,6 +66,23 @@ def to_rows(values: Tensor, grid: Grid) -> Tensor:
 def from_rows(rows: Tensor, grid: Grid) -> Tensor:
     """Return the elements of rows without padding, flat; a view if nothing is cut."""
     return rows.flatten()[grid.place]
+
+
+def block_histogram(grad: Tensor, magnitudes: Tensor, grid: Grid) -> Tensor:
+    """Return the histogram of the elements here, each divided by the largest of its whole block.
+
+    Args:
+        grad: This rank's part, any float dtype.
+        magnitudes: Shape (blocks,), float32: :func:`block_maxima`, cut blocks reduced.
+        grid: Where the elements lie in blocks.
+
+    Returns:
+        Shape (4096,), int64; see :func:`adapters._codebook.histogram`.
+    """
+    rows = to_rows(grad, grid)
+    counts = histogram(rows, _per_row(magnitudes, grid))
+    counts[ZERO_BIN] -= rows.numel() - grad.numel()  # padding
+    return counts
 
 
 def cut_values(values: Tensor, grid: Grid) -> Tensor:
@@ -268,7 +292,7 @@ def factored_scale(
         Gefen-X 0.5; the factors are Adafactor's, Shazeer and Stern,
         https://arxiv.org/abs/1804.04235.
     """
-    second_moment = torch.outer(v_row, v_col).div_(row_mean.clamp(min=_TINY))
+    second_moment = torch.outer(v_row, v_col).div_(row_mean.clamp(min=TINY))
     root = exact_sqrt(second_moment.div_(bias2)).add_(eps)
     return root.reciprocal_().mul_(1 / bias1)
 
@@ -339,49 +363,3 @@ def direction(
     rows = momentum_values(indices, magnitudes, book=book, grid=grid)
     stored = from_rows(rows, grid).view(grad.shape)
     return average(stored, grad.float(), beta=momentum) if nesterov else stored
-
-
-def normalize_rows(
-    update: Tensor, second_moment: Tensor, *, beta: float, bias: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return an orthogonalised update with rows of equal weight over time, and their new moment.
-
-    Rows are divided by a running root mean square of theirs; then the whole is scaled so that it
-    keeps its Frobenius norm.
-
-    Args:
-        update: Shape (rows, columns), the whole matrix, bfloat16.
-        second_moment: Shape (rows, 1), float32.
-        beta: The share of the old second moment that is kept, dimensionless.
-        bias: ``1 - beta**step``, this step included.
-        eps: Added to the root after its correction.
-
-    Returns:
-        The new update, bfloat16, and the new second moment, float32.
-
-    Source:
-        NorMuon, Li et al. 2025, https://arxiv.org/abs/2510.05491, as in Gefen-X.
-    """
-    norms = torch.linalg.vector_norm(update, dim=1, keepdim=True, dtype=torch.float32)
-    moment = average(second_moment, norms.square().div_(update.size(1)), beta=beta)
-    root = exact_sqrt(moment.div(bias)).add_(eps)
-    before, after = norms.norm(), norms.div(root).norm()
-    return update * (before / after.clamp(min=_TINY) / root).to(update.dtype), moment
-
-
-def mask_opposed(update: Tensor, grad: Tensor) -> Tensor:
-    """Return the update without elements that point against the gradient, the rest scaled up.
-
-    Args:
-        update: Any shape, the whole tensor, bfloat16.
-        grad: The shape of ``update``.
-
-    Returns:
-        The shape and dtype of ``update``; its elements sum to about what they did.
-
-    Source:
-        Cautious Optimizers, Liang et al. 2024, https://arxiv.org/abs/2411.16085, as in Gefen-X.
-    """
-    agrees = update * grad > 0
-    scale = update.numel() / agrees.sum().clamp(min=1)
-    return update * agrees * scale.to(update.dtype)

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from adapters._gefen_math import TINY, average, exact_sqrt
+
 Coefficients: TypeAlias = tuple[float, float, float]
 
 # Jordan 2024: the slope at zero is as large as five steps allow.
@@ -129,3 +131,56 @@ def adjust_lr(lr: float | Tensor, adjust_lr_fn: str | None, shape: Sequence[int]
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, cols)))
     return lr * math.sqrt(max(1, rows / cols))
+
+
+def normalize_rows(
+    update: Tensor, second_moment: Tensor, *, beta: float, bias: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return an orthogonalised update with rows of equal weight over time, and their new moment.
+
+    Rows are divided by a running root mean square of theirs; then the whole is scaled so that it
+    keeps its Frobenius norm.
+
+    Args:
+        update: Shape (rows, columns), the whole matrix, bfloat16.
+        second_moment: Shape (rows, 1), float32.
+        beta: The share of the old second moment that is kept, dimensionless.
+        bias: ``1 - beta**step``, this step included.
+        eps: Added to the root after its correction.
+
+    Returns:
+        The new update, bfloat16, and the new second moment, float32.
+
+    Source:
+        NorMuon, Li et al. 2025, https://arxiv.org/abs/2510.05491, as in Gefen-X.
+    """
+    norms = torch.linalg.vector_norm(update, dim=1, keepdim=True, dtype=torch.float32)
+    moment = average(second_moment, norms.square().div_(update.size(1)), beta=beta)
+    root = exact_sqrt(moment.div(bias)).add_(eps)
+    before, after = norms.norm(), norms.div(root).norm()
+    return update * (before / after.clamp(min=TINY) / root).to(update.dtype), moment
+
+
+def count_agreeing(update: Tensor, grad: Tensor) -> Tensor:
+    """Return how many elements of the update point the way of the gradient: shape (), int64."""
+    return (update * grad > 0).sum()
+
+
+def mask_opposed(update: Tensor, grad: Tensor, *, num_agreeing: Tensor, numel: int) -> Tensor:
+    """Return the update without elements that point against the gradient, the rest scaled up.
+
+    Args:
+        update: Any shape, bfloat16; the whole tensor or a part of it.
+        grad: The shape of ``update``.
+        num_agreeing: :func:`count_agreeing` of the whole tensor, shape ().
+        numel: Elements of the whole tensor.
+
+    Returns:
+        The shape and dtype of ``update``; its elements sum to about what they did.
+
+    Source:
+        Cautious Optimizers, Liang et al. 2024, https://arxiv.org/abs/2411.16085, as in Gefen-X.
+    """
+    agrees = update * grad > 0
+    scale = numel / num_agreeing.clamp(min=1)
+    return update * agrees * scale.to(update.dtype)

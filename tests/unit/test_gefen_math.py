@@ -26,34 +26,26 @@ from adapters._gefen_math import (
     factored_scale,
     factored_update,
     from_rows,
-    mask_opposed,
     new_momentum,
-    normalize_rows,
     quantize,
     square_sums,
     to_rows,
 )
-from adapters._newton_schulz import adjust_lr
+from adapters._newton_schulz import (
+    SCHEDULES,
+    adjust_lr,
+    count_agreeing,
+    mask_opposed,
+    newton_schulz,
+    normalize_rows,
+)
 from adapters._period import find_period
 from tests.unit.test_codebook import floats, generator, golden
 from tests.unit.test_period import BOOK, Shards, randn, shards
 
 INPUTS = golden("inputs")["params"]
 NUM_STEPS = 5
-SCHEDULES = {
-    "standard": [(3.4445, -4.7750, 2.0315)] * 5,
-    "tuned3": [
-        (5.0067, -14.4125, 10.6001),
-        (3.7534, -6.8083, 3.3840),
-        (3.2080, -4.3501, 2.0330),
-    ],
-    "tuned4": [
-        (5.4261, -15.5285, 11.2657),
-        (3.0766, -4.9701, 2.1297),
-        (3.0008, -6.4486, 4.3696),
-        (2.8386, -4.1421, 2.5758),
-    ],
-}
+STANDARD = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def gradient(name: str, step: int) -> Tensor:
@@ -118,28 +110,23 @@ class Replay:
             momentum=momentum,
             nesterov=options.get("nesterov", True),
         )
-        update = orthogonalized(matrix, SCHEDULES[options.get("ns_schedule", "standard")])
+        update = newton_schulz(matrix, SCHEDULES.get(options.get("ns_schedule"), STANDARD))
         if options.get("normuon", False):
             old = self.state.get("normuon_v", torch.zeros(grad.size(0), 1))
             update, self.state["normuon_v"] = normalize_rows(
                 update, old, beta=0.95, bias=1 - 0.95**step, eps=1e-8
             )
         if options.get("cautious", False):
-            update = mask_opposed(update, grad)
+            update = masked(update, grad)
         lr = options["lr"]
         self.param.mul_(1 - lr * options.get("weight_decay", 0.1))
         rate = float(adjust_lr(lr, options.get("adjust_lr_fn"), grad.shape))
         self.param.add_(update, alpha=-rate)
 
 
-def orthogonalized(matrix: Tensor, schedule: Sequence[tuple[float, float, float]]) -> Tensor:
-    is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.bfloat16().T if is_tall else matrix.bfloat16()
-    x = x / x.norm().clamp(min=1e-7)
-    for a, b, c in schedule:
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+def masked(update: Tensor, grad: Tensor) -> Tensor:
+    num_agreeing = count_agreeing(update, grad)
+    return mask_opposed(update, grad, num_agreeing=num_agreeing, numel=grad.numel())
 
 
 @cache
@@ -258,9 +245,9 @@ def test_both_halves_of_the_hybrid_are_the_reference(case: dict[str, Any]) -> No
 def test_masking_is_the_reference() -> None:
     case = golden("math")["cautious"]
     update = floats(case["update_bf16"], case["shape"]).bfloat16()
-    masked = mask_opposed(update, floats(case["grad"], case["shape"]))
-    assert masked.dtype == torch.bfloat16
-    assert torch.equal(masked.float(), floats(case["out_bf16"], case["shape"]))
+    found = masked(update, floats(case["grad"], case["shape"]))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.float(), floats(case["out_bf16"], case["shape"]))
 
 
 def test_rows_of_a_whole_tensor_are_its_memory() -> None:
@@ -377,4 +364,4 @@ def test_normalised_rows_keep_the_norm_of_the_whole() -> None:
 
 def test_an_update_that_only_opposes_is_masked_whole() -> None:
     update = randn(4, 6, seed=0).bfloat16()
-    assert not mask_opposed(update, -update.float()).any()
+    assert not masked(update, -update.float()).any()
