@@ -1,5 +1,7 @@
 """Optimizers whose ranks agree before any of them writes."""
 
+from adapters.gefen import Gefen, GefenMuon
+from adapters.hybrid import Hybrid
 from adapters.muon import Muon
 
-__all__ = ["Muon"]
+__all__ = ["Gefen", "GefenMuon", "Hybrid", "Muon"]

@@ -109,7 +109,7 @@ class VotingOptimizer(Optimizer, ABC):
             args, kwargs = self._run_pre_hooks(args, kwargs)
             loss: float | None = vote.closure(_closure_of(args, kwargs))
             self._check(vote)
-        if not vote.skip:
+        if not vote.skip and self._prepare(vote):
             self._execute(vote.inv_scale)
         self._optimizer_step_code()
         for hook in chain(
@@ -184,7 +184,8 @@ class VotingOptimizer(Optimizer, ABC):
         """Make the next step read the parameters, and the state, anew."""
         self._known = _Known()
         self._state_is_checked = False
-        self.casts_votes = any(rule.meets_ranks for rule in self._rules)
+        rules = {id(rule): rule for rule in map(self._rule_of, self.param_groups)}
+        self.casts_votes = any(rule.meets_ranks for rule in rules.values())
         # True makes GradScaler hand the overflow over to the step, so that ranks agree on it.
         # Elsewhere it stays False: trainers refuse to clip gradients where it is True.
         self._step_supports_amp_scaling = self.casts_votes and self._spans_ranks()
@@ -237,6 +238,11 @@ class VotingOptimizer(Optimizer, ABC):
             rule.vote(self, members, vote)
         self._state_is_checked = True
 
+    def _prepare(self, vote: consensus.preflight) -> bool:
+        """Get ready for the update that all ranks agreed to make; return whether to make it."""
+        del vote
+        return True
+
     def _update(self, inv_scale: float | None) -> None:
         """Make the step. Runs without gradient tracking, after all ranks agreed to proceed.
 
@@ -255,7 +261,7 @@ class VotingOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of."""
         carried = {name: getattr(self, name) for name in self._carried}
-        records = [rule.record() for rule in self._rules]
+        records = [rule.momenta.record() if rule.momenta else None for rule in self._rules]
         return {**super().__getstate__(), **carried, "records": records}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -265,8 +271,8 @@ class VotingOptimizer(Optimizer, ABC):
         if records is not None:
             self._rules = self._make_rules()
             for rule, record in zip(self._rules, records, strict=True):
-                if record is not None:
-                    rule.set_record(record)
+                if rule.momenta is not None:
+                    rule.momenta.set_record(record)
         self._forget()
 
 

@@ -11,21 +11,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
-from adapters._newton_schulz import adjust_lr, nesterov_direction, newton_schulz, schedule_of
+from adapters._newton_schulz import (
+    adjust_lr,
+    count_agreeing,
+    mask_opposed,
+    nesterov_direction,
+    newton_schulz,
+    normalize_rows,
+    schedule_of,
+)
 from adapters._plan import Bucket, Matrix, plan_buckets
 from adapters._reshard import (
+    Reduction,
     assemble,
     describe,
     exchange_device,
     gather,
     gather_groups,
     own_part,
+    reduce_together,
     sharded_axes,
 )
 from adapters._rules import (
     Member,
     Owner,
     Rule,
+    Write,
     check_state,
     gradient_of,
     local,
@@ -45,6 +56,7 @@ class Pending:
     decay: float | Tensor  # factor for the weights
     alpha: float  # factor for the update
     update: Tensor | None = None  # this rank's part, bfloat16; None where that is empty
+    row_moment: Tensor | None = None  # (rows, 1) of the whole matrix, where rows are normalised
 
     def direction(self) -> Tensor:
         """This rank's part of the matrix to orthogonalise, in memory of its own."""
@@ -59,11 +71,29 @@ class Pending:
     def orthogonalize(self, matrix: Tensor) -> Tensor:
         """Newton-Schulz with this parameter's options; ``matrix`` is not written."""
         group = self.member.group
-        return newton_schulz(matrix, schedule_of(group), eps=group["eps"])
+        update = newton_schulz(matrix, schedule_of(group), eps=group["eps"])
+        if not group.get("normuon", False):
+            return update
+        state = self.states.get(self.member.param, {})
+        old = state.get("normuon_v")
+        old = matrix.new_zeros(matrix.size(0), 1, dtype=torch.float32) if old is None else old
+        beta = group["normuon_beta2"]
+        update, self.row_moment = normalize_rows(
+            update,
+            old,
+            beta=beta,
+            bias=1 - beta ** (state.get("normuon_step", 0) + 1),
+            eps=group["normuon_eps"],
+        )
+        return update
 
     def commit(self) -> None:
         """Write the matrix and its momentum, with operations that their operands cannot fail."""
         self.commit_momentum()
+        if self.row_moment is not None:
+            state = self.states[self.member.param]
+            state["normuon_v"] = self.row_moment
+            state["normuon_step"] = state.get("normuon_step", 0) + 1
         param = local(self.member.param)
         param.mul_(self.decay)
         if self.update is not None:
@@ -91,12 +121,14 @@ class Pending:
 class MuonRule(Rule):
     """Muon for matrices: plain tensors, or DTensors that are gathered whole on every rank."""
 
-    options = MuonOptions
     pending: type[Pending] = Pending
 
-    def __init__(self, sharded_mode: ShardedMode, **kwargs: Any) -> None:
+    def __init__(
+        self, sharded_mode: ShardedMode, *, options: type[MuonOptions] = MuonOptions, **kwargs: Any
+    ) -> None:
         """Make the rule; see :class:`Rule` for the keyword arguments."""
         super().__init__(**kwargs)
+        self.options = options
         self.is_exact = sharded_mode == "exact"
         self.meets_ranks = self.is_exact
         self._matrices: dict[int, Matrix] = {}  # position -> where its shards lie
@@ -137,11 +169,12 @@ class MuonRule(Rule):
 
     def compute(
         self, owner: Owner, members: Sequence[Member], inv_scale: float | None
-    ) -> Sequence[Pending]:
+    ) -> Sequence[Write]:
         """Return the updates of all matrices.
 
         Collectives:
-            For each bucket one all_gather for each cut of its layout.
+            For each bucket one all_gather for each cut of its layout; then, where opposed
+            elements are masked, one all_reduce of an int64 for each matrix.
         """
         pending = {each.position: self._prepare(owner, each, inv_scale) for each in members}
         self.advance(owner, list(pending.values()))
@@ -152,14 +185,35 @@ class MuonRule(Rule):
         for position, each in pending.items():
             if position not in gathered and each.grad.numel():
                 each.update = each.orthogonalize(each.direction())
-        self.finish(owner, list(pending.values()))
+        self._mask(list(pending.values()))
         return list(pending.values())
 
     def advance(self, owner: Owner, pending: Sequence[Pending]) -> None:
         """Compute what the directions of all matrices need."""
 
-    def finish(self, owner: Owner, pending: Sequence[Pending]) -> None:
-        """Change updates by what all ranks know of them."""
+    def _mask(self, pending: Sequence[Pending]) -> None:
+        """Leave out the elements of updates that point against their gradients, if asked for."""
+        masked = [each for each in pending if each.member.group.get("cautious", False)]
+        counts = []
+        for each in masked:
+            count = torch.zeros(1, dtype=torch.int64, device=each.grad.device)
+            if each.update is not None:
+                count += count_agreeing(each.update, each.grad)
+            counts.append(self._between_parts(each.member, count))
+        for each, total in zip(masked, reduce_together(counts, "sum"), strict=True):
+            if each.update is not None:
+                numel = each.member.param.numel() if self.is_exact else each.grad.numel()
+                each.update = mask_opposed(
+                    each.update, each.grad, num_agreeing=total[0], numel=numel
+                )
+
+    def _between_parts(self, member: Member, vector: Tensor) -> Reduction:
+        matrix = self._matrices.get(member.position)
+        if matrix is None or not isinstance(member.param, DTensor):
+            return Reduction((), (), vector.device, vector)
+        order = (matrix.layout.ranks, matrix.layout.cuts)
+        param = member.param
+        return Reduction(order, gather_groups(param), exchange_device(param), vector)
 
     def _prepare(self, owner: Owner, member: Member, inv_scale: float | None) -> Pending:
         group = member.group

@@ -96,9 +96,7 @@ def sharded_axes(param: DTensor, *, name: str = "a parameter") -> tuple[int, ...
     for axis, placement in enumerate(param.placements):
         if isinstance(placement, Replicate) or mesh.size(axis) == 1:
             continue
-        if not (
-            isinstance(placement, (Shard, _StridedShard)) and 0 <= placement.dim < param.ndim
-        ):
+        if not (isinstance(placement, (Shard, _StridedShard)) and 0 <= placement.dim < param.ndim):
             dims = " or ".join(f"Shard({dim})" for dim in range(param.ndim))
             raise NotImplementedError(
                 f"{name}: placement {placement!r} on mesh axis {axis} is not supported; expected "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
+
+if TYPE_CHECKING:
+    from adapters._momenta import Momenta
 
 
 class Member(NamedTuple):
@@ -49,6 +52,8 @@ class Rule(ABC):
     options: type[BaseModel]
     #: Whether its steps meet other ranks. If not, it only takes part in planning.
     meets_ranks: bool = True
+    #: What its momenta are made of, where they are quantised.
+    momenta: Momenta | None = None
 
     def __init__(
         self, label: str = "", owns: Callable[[Mapping[str, Any]], bool] = lambda group: True
@@ -89,14 +94,6 @@ class Rule(ABC):
             members: The parameters of this rule that have a gradient.
             inv_scale: What to multiply gradients by, or None. ``p.grad`` itself is not written.
         """
-
-    def record(self) -> dict[str, Any] | None:
-        """Return what belongs to no single parameter, for copies and checkpoints."""
-        return None
-
-    def set_record(self, record: dict[str, Any]) -> None:
-        """Take over what :meth:`record` returned."""
-        raise AssertionError(f"{type(self).__name__} has no record")
 
 
 def gradient_of(member: Member, inv_scale: float | None) -> Tensor:

@@ -17,7 +17,6 @@ from adapters._blocks import Part
 from adapters._plan import Cut, Rectangle, Span, boxes
 from adapters._reshard import Reduction, exchange_device, gather_groups, layout_of
 
-
 _CPU = torch.device("cpu")
 
 

@@ -8,15 +8,22 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 
-from adapters._newton_schulz import DEFAULT_COEFFICIENTS, DEFAULT_EPS, DEFAULT_STEPS
+from adapters._newton_schulz import (
+    DEFAULT_COEFFICIENTS,
+    DEFAULT_EPS,
+    DEFAULT_STEPS,
+    SCHEDULES,
+)
 
 ShardedMode = Literal["exact", "approx"]
 
@@ -25,49 +32,58 @@ def _list_to_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-class MuonOptions(BaseModel):
-    """The options of one parameter group; names, order and defaults are torch.optim.Muon's."""
+Lr = float | torch.Tensor
+
+
+def _usable_lr(lr: Lr) -> Lr:
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, but has {lr.shape=}")
+    # NaN fails this comparison too; a tensor's NaN passes pydantic's own check.
+    if not 0.0 <= lr < float("inf"):
+        raise ValueError(f"Learning rate should be >= 0 and finite but is: {lr}")
+    return lr
+
+
+def _not_negative(value: float, info: ValidationInfo) -> float:
+    if value < 0.0:
+        name = str(info.field_name).replace("_", " ")
+        raise ValueError(f"{name} should be >= 0 but is: {value}")
+    return value
+
+
+def _of_three(value: tuple[float, ...]) -> tuple[float, ...]:
+    if len(value) != 3:
+        raise ValueError(f"Coefficients must be a tuple of exactly 3 values, got {value}")
+    return value
+
+
+# A configuration file has lists only, and a checkpoint may turn a tuple into one.
+Floats = Annotated[tuple[float, ...], BeforeValidator(_list_to_tuple)]
+Triple = Annotated[Floats, AfterValidator(_of_three)]
+NotNegative = Annotated[float, AfterValidator(_not_negative)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]  # of an old average that is kept
+
+
+class Options(BaseModel):
+    """The options of one parameter group."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
     )
 
-    lr: float | torch.Tensor = 1e-3
-    weight_decay: float = 0.1
-    momentum: float = 0.95
+    lr: Annotated[Lr, AfterValidator(_usable_lr)] = 1e-3
+
+
+class MuonOptions(Options):
+    """The options of Muon; names, order and defaults are torch.optim.Muon's."""
+
+    weight_decay: NotNegative = 0.1
+    momentum: NotNegative = 0.95
     nesterov: bool = True
-    # A configuration file has lists only, and a checkpoint may turn a tuple into one.
-    ns_coefficients: Annotated[tuple[float, ...], BeforeValidator(_list_to_tuple)] = (
-        DEFAULT_COEFFICIENTS
-    )
+    ns_coefficients: Triple = DEFAULT_COEFFICIENTS
     eps: float = Field(default=DEFAULT_EPS, ge=0.0)
     ns_steps: int = Field(default=DEFAULT_STEPS, ge=0)
     adjust_lr_fn: str | None = None
-
-    @field_validator("lr")
-    @classmethod
-    def _check_lr(cls, lr: float | torch.Tensor) -> float | torch.Tensor:
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise ValueError(f"Tensor lr must be 1-element, but has {lr.shape=}")
-        # NaN fails this comparison too; a tensor's NaN passes pydantic's own check.
-        if not 0.0 <= lr < float("inf"):
-            raise ValueError(f"Learning rate should be >= 0 and finite but is: {lr}")
-        return lr
-
-    @field_validator("momentum", "weight_decay")
-    @classmethod
-    def _check_not_negative(cls, value: float, info: Any) -> float:
-        if value < 0.0:
-            name = str(info.field_name).replace("_", " ")
-            raise ValueError(f"{name} should be >= 0 but is: {value}")
-        return value
-
-    @field_validator("ns_coefficients")
-    @classmethod
-    def _check_coefficients(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if len(value) != 3:
-            raise ValueError(f"Coefficients must be a tuple of exactly 3 values, got {value}")
-        return value
 
     @field_validator("ns_steps")
     @classmethod
@@ -88,6 +104,43 @@ class MuonOptions(BaseModel):
                 'give "original", "match_rms_adamw" or None'
             )
         return value
+
+
+class MuonVariantOptions(MuonOptions):
+    """What Gefen-X adds to Muon's options; its names and defaults."""
+
+    ns_schedule: str | Annotated[tuple[Triple, ...], BeforeValidator(_list_to_tuple)] | None = None
+    normuon: bool = False
+    normuon_beta2: Share = 0.95
+    normuon_eps: float = Field(default=1e-8, gt=0.0)
+    cautious: bool = False
+
+    @field_validator("ns_schedule")
+    @classmethod
+    def _check_schedule(cls, value: Any) -> Any:
+        known = ("standard", *SCHEDULES)
+        if isinstance(value, str) and value not in known:
+            raise ValueError(
+                f"expected one of {known}, a list of coefficient triples or None; got {value!r}"
+            )
+        return value
+
+
+class GefenOptions(Options):
+    """The options of Gefen; names and defaults are Gefen-X's, ``betas`` as everywhere in torch."""
+
+    betas: Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple)] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0.0)
+    weight_decay: NotNegative = 0.0
+    factored_v_2d: bool = True
+
+
+class AdamWOptions(Options):
+    """The options of AdamW; names and defaults are torch.optim.AdamW's."""
+
+    betas: Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple)] = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 1e-2
 
 
 def check_options(group: Mapping[str, Any], options: type[BaseModel], where: str) -> None:

@@ -1,0 +1,305 @@
+"""Learn a codebook and the block lengths from gradients: all ranks learn the same, or none does.
+
+    stage      what each rank computes                        what they combine
+    squares    the largest square of each gradient            MAX, over the mesh of each parameter
+    periods    sums over blocks of each possible length       SUM, over the mesh of each parameter
+    copies     which plain parameters others hold too         SUM, over all ranks
+    blocks     the largest element of blocks that are cut     MAX, between the parts
+    codebook   a histogram of all elements                    SUM, over all ranks
+
+Each stage's local work runs inside an agreement, so a rank that fails there takes the others with
+it instead of leaving them in the collective that follows. Everything is staged; the codebooks are
+compared; then, after the last agreement, it is published. All sums are of integers, so the result
+does not depend on how many ranks there are, nor on their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import consensus
+from adapters._blocks import Grid, make_grid
+from adapters._codebook import (
+    NUM_BINS,
+    Codebook,
+    is_degenerate,
+    learn_levels,
+    make_codebook,
+    reindex,
+)
+from adapters._gefen_math import block_histogram, block_maxima, to_rows
+from adapters._momenta import Momenta, complete_, digest_of
+from adapters._period import (
+    Search,
+    add_sums_,
+    choose_exponent,
+    largest_square,
+    period_of,
+    plan_search,
+)
+from adapters._reshard import reduce_together
+from adapters._rules import Member, Owner, gradient_of
+from adapters._shards import Shards
+
+
+class NothingToLearn(ValueError):
+    """The gradients hold nothing to learn from: they are not finite, or all zeros."""
+
+
+class AllZeros(NothingToLearn):
+    """The gradients of all ranks are zeros."""
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One parameter whose gradient is learned from."""
+
+    member: Member
+    shards: Shards
+    grad: Tensor  # this rank's part, unscaled
+    period: int | None  # None: to be found
+    counts_here: bool  # its elements are counted by this rank, not by one that holds a copy
+    search: Search | None = None  # for the period
+    exponent: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold it too, as parts or copies of a DTensor."""
+        return len(self.shards.mesh_ranks) > 1
+
+
+@dataclass(slots=True, eq=False)
+class Lesson:
+    """What the parameters of one rule learn, staged; :meth:`commit` publishes it."""
+
+    label: str
+    momenta: Momenta
+    states: Any  # of the optimizer
+    samples: list[Sample]
+    wants_codebook: bool
+    codebook: Codebook | None = None
+    indices: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of the new codebook
+
+    def commit(self) -> None:
+        """Publish codebook, periods and new indices."""
+        for sample in self.samples:
+            self.states[sample.member.param].setdefault("automatic_period", sample.period)
+        if self.codebook is not None:
+            self.momenta.learned(self.codebook)
+            for param, indices in self.indices:
+                self.states[param]["m_codebook"] = indices
+        self.momenta.forget_facts()
+
+
+def lesson_of(
+    momenta: Momenta, owner: Owner, members: Sequence[Member], inv_scale: float | None, label: str
+) -> Lesson:
+    """Return what the parameters of one rule have to learn from their gradients."""
+    samples = []
+    for member in momenta.to_learn_from(owner, members):
+        shards = momenta.shards(member.param)
+        period = owner.state.get(member.param, {}).get("automatic_period")
+        if period is None and momenta.periods.forces_one(member.name, shards.shape):
+            period = 1
+        grad = gradient_of(member, inv_scale)
+        samples.append(Sample(member, shards, grad, period, counts_here=shards.is_first_copy))
+    return Lesson(label, momenta, owner.state, samples, wants_codebook=momenta.is_due)
+
+
+def learn(lessons: Sequence[Lesson], owner: Optimizer, *, votes: bool) -> None:
+    """Stage what the lessons want to learn; raise alike on all ranks, or on none.
+
+    Args:
+        lessons: Of the optimizer's rules; the same ones on all ranks.
+        owner: The optimizer whose ranks agree.
+        votes: Whether it meets other ranks at all.
+
+    Raises:
+        NothingToLearn: A gradient is not finite, or all are zeros. In a GroupFailure when
+            several ranks agree.
+        consensus.GroupFailure: Something failed on some rank.
+
+    Collectives:
+        Per stage one agreement and what the module says. Every rank of the optimizer's control
+        group must call.
+    """
+    _Class(lessons, owner, votes).learn()
+
+
+class _Class:
+    """Ranks that learn together."""
+
+    def __init__(self, lessons: Sequence[Lesson], owner: Optimizer, votes: bool) -> None:
+        self._lessons = lessons
+        self._samples = [sample for lesson in lessons for sample in lesson.samples]
+        self._owner, self._votes = owner, votes
+
+    def learn(self) -> None:
+        self._find_periods()
+        if self._votes:
+            self._tell_copies_apart()
+        if any(lesson.wants_codebook for lesson in self._lessons):
+            self._learn_codebooks(self._complete_blocks())
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Fail on all ranks if the block fails on one."""
+        if not self._votes:
+            yield
+            return
+        with consensus.fail_together(f"{type(self._owner).__name__} learns {what}", self._owner):
+            yield
+
+    # ---- periods ----
+
+    def _find_periods(self) -> None:
+        with self._together("the scale of its gradients"):
+            largest = [largest_square(sample.grad)[None] for sample in self._samples]
+            for sample, square in zip(self._samples, largest, strict=True):
+                if not bool(square.isfinite()):
+                    raise NothingToLearn(
+                        f"the gradient of {sample.member.name} is not finite (or its square is "
+                        "not), so no codebook can be learned from it"
+                    )
+        over_mesh = [s.shards.over_mesh(v) for s, v in zip(self._samples, largest, strict=True)]
+        largest = reduce_together(over_mesh, "max")
+        searched = [sample for sample in self._samples if sample.period is None]
+        with self._together("its periods"):
+            for sample, square in zip(self._samples, largest, strict=True):
+                numel = sum(part.numel for part in sample.shards.parts)
+                sample.exponent = choose_exponent(float(square), numel)
+            sums = [_period_sums(sample) for sample in searched]
+        over_mesh = [s.shards.over_mesh(v) for s, v in zip(searched, sums, strict=True)]
+        for sample, total in zip(searched, reduce_together(over_mesh, "sum"), strict=True):
+            assert sample.search is not None
+            sample.period = period_of(sample.search, total, sample.exponent)
+
+    def _tell_copies_apart(self) -> None:
+        """Let plain parameters that several ranks hold count once, with one period.
+
+        They are told apart by name and shape. The lowest rank that holds one counts it.
+        """
+        ranks = consensus.control_group(self._owner).ranks
+        plain = [
+            (_identity(lesson.label, sample), sample)
+            for lesson in self._lessons
+            if not lesson.momenta.alone
+            for sample in lesson.samples
+            if not sample.is_shared
+        ]
+        if len(ranks) == 1:
+            return
+        here = ranks.index(torch.distributed.get_rank())
+        numbers = [len(plain) if i == here else 0 for i in range(len(ranks))]
+        numbers = list(self._sum(numbers, "plain parameters"))
+        if not any(numbers):
+            return
+        before = sum(numbers[:here])
+        listed = [0] * sum(numbers)
+        listed[before : before + len(plain)] = [identity for identity, _ in plain]
+        listed = list(self._sum(listed, "names of plain parameters"))
+        first = {identity: i for i, identity in reversed(list(enumerate(listed)))}
+        places = {identity: i for i, identity in enumerate(sorted(first))}
+        periods = [0] * len(places)
+        for identity, sample in plain:
+            sample.counts_here = before <= first[identity] < before + len(plain)
+            if sample.counts_here:
+                periods[places[identity]] = sample.period or 0
+        periods = list(self._sum(periods, "periods of plain parameters"))
+        for identity, sample in plain:
+            sample.period = periods[places[identity]]
+
+    def _sum(self, counts: Sequence[int] | Tensor, name: str) -> Sequence[int]:
+        return consensus.agree_sum(counts, self._owner, name=name)
+
+    # ---- codebooks ----
+
+    def _complete_blocks(self) -> list[tuple[Grid, Tensor]]:
+        """Return the blocks of all gradients, with the largest magnitude in each."""
+        with self._together("its blocks"):
+            found = []
+            for sample in self._samples:
+                shards, device = sample.shards, sample.grad.device
+                assert sample.period is not None
+                grid = make_grid(shards.own, shards.parts, sample.period, device=device)
+                found.append((grid, block_maxima(to_rows(sample.grad.float(), grid), grid)))
+        complete_(
+            [
+                (maxima, grid, sample.shards)
+                for sample, (grid, maxima) in zip(self._samples, found, strict=True)
+                if grid.num_cut
+            ],
+            "max",
+        )
+        return found
+
+    def _learn_codebooks(self, blocks: list[tuple[Grid, Tensor]]) -> None:
+        by_sample = dict(zip(map(id, self._samples), blocks, strict=True))
+        wanted = [lesson for lesson in self._lessons if lesson.wants_codebook]
+        together = [lesson for lesson in wanted if self._votes and not lesson.momenta.alone]
+        with self._together("its histogram"):
+            counts = {id(lesson): _histogram(lesson, by_sample) for lesson in wanted}
+        if together:
+            summed = self._sum(
+                torch.cat([counts[id(lesson)] for lesson in together]).cpu(), "histogram"
+            )
+            parts = torch.split(torch.tensor(summed), NUM_BINS)
+            counts |= {id(each): part for each, part in zip(together, parts, strict=True)}
+        with self._together("its codebook"):
+            for lesson in wanted:
+                _solve(lesson, counts[id(lesson)])
+        if together:
+            digests = [digest_of(each.codebook.levels) for each in together if each.codebook]
+            consensus.agree_same(digests, self._owner, name="codebooks learned")
+
+
+def _identity(label: str, sample: Sample) -> int:
+    text = f"{label}{sample.member.name} {tuple(sample.shards.shape)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") + 1
+
+
+def _period_sums(sample: Sample) -> Tensor:
+    """What this rank adds to the search of one period."""
+    shards = sample.shards
+    sample.search = plan_search(shards.shape, shards.parts)
+    sums = torch.zeros(sample.search.num_sums, dtype=torch.int64, device=sample.grad.device)
+    add_sums_(sums, sample.search, sample.grad, shards.own, sample.exponent)
+    return sums
+
+
+def _histogram(lesson: Lesson, blocks: dict[int, tuple[Grid, Tensor]]) -> Tensor:
+    """What this rank counts of one rule's gradients."""
+    total = torch.zeros(NUM_BINS, dtype=torch.int64)
+    for sample in lesson.samples:
+        if sample.counts_here and sample.grad.numel():
+            grid, maxima = blocks[id(sample)]
+            total += block_histogram(sample.grad, maxima, grid).cpu()
+    return total
+
+
+def _solve(lesson: Lesson, counts: Tensor) -> None:
+    """Stage the codebook of one rule, and what the indices of all its momenta become."""
+    levels = None if is_degenerate(counts) else learn_levels(counts)
+    if levels is None:
+        raise AllZeros(
+            f"all gradients of {lesson.label or 'the optimizer'} are zeros, so no codebook can be "
+            "learned from them"
+        )
+    lesson.codebook = make_codebook(levels)
+    old = lesson.momenta.codebook
+    if old is None:
+        return
+    for param in lesson.momenta.params:
+        indices = lesson.states.get(param, {}).get("m_codebook")
+        if indices is not None:
+            device = indices.device
+            new = lesson.codebook.to(device)
+            lesson.indices.append((param, reindex(indices, old=old.to(device), new=new)))
