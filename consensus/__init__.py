@@ -1,6 +1,7 @@
 """Agree before a collective: every rank proceeds, every rank skips, or every rank raises."""
 
 from consensus._sources import Source
+from consensus._sum import agree_sum
 from consensus.agree import ControlRange, agree_range, agree_same, any_failed, fail_together
 from consensus.amp import GradScaler
 from consensus.errors import (
@@ -29,6 +30,7 @@ __all__ = [
     "Source",
     "agree_range",
     "agree_same",
+    "agree_sum",
     "any_failed",
     "control_device",
     "control_group",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +36,20 @@ class _TimedLink:
     device: torch.device
 
     def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
-        start = time.perf_counter()
-        try:
+        with self._timed():
             return self.link.all_reduce_max(words, patience)
-        finally:
-            self.seconds.append(time.perf_counter() - start)
+
+    def all_reduce_sum(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
+        with self._timed():
+            return self.link.all_reduce_sum(words, patience)
 
     def close(self) -> None:
         self.link.close()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds.append(time.perf_counter() - start)

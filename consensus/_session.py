@@ -6,20 +6,19 @@ optimizers stepped in crossed order meet and are told, and many optimizers cost 
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from consensus import _store, _transport, _waiting
+from consensus._absence import Absence, AgreementBroken, Post, Whereabouts
 from consensus._planning import Planned, Verdict, plan, tally
 from consensus._protocol import decide
 from consensus._store import StoreClient
@@ -30,28 +29,10 @@ from consensus.enclosure import Plan, Scope, maximal, scope_id
 from consensus.errors import EnclosureError, Failure
 from consensus.vote import Decision, Ranks, Vote
 
+T = TypeVar("T")
+
 TRIAL_S = 30.0  # a fresh gloo group must answer a known question within this
 TORCH_TIMEOUT_S = float(distributed_c10d.default_pg_timeout.total_seconds())
-
-
-@dataclass(frozen=True, slots=True)
-class Absence:
-    """What the store says of an agreement that did not come about."""
-
-    late: Ranks  # have not posted that they reached it
-    phases: dict[int, str]  # where the late ones were last seen
-    failures: tuple[Failure, ...]  # what ranks that gave up had to report
-    seconds: float
-    reason: str
-    closed: bool = False  # the channel had been closed before
-
-
-class AgreementBroken(Exception):
-    """The agreement did not come about; carries what is known about the absent."""
-
-    def __init__(self, absence: Absence) -> None:
-        super().__init__(absence.reason)
-        self.absence = absence
 
 
 @dataclass(slots=True)
@@ -97,6 +78,7 @@ class Session:
         # Looked up once, which takes as long as the rest of a vote; read anew for each.
         self._data_plane = _options_of(default_group)
         self._client = StoreClient(store, on_idle=self.end_if_destroyed)
+        self._whereabouts = Whereabouts(self._client, self.rank)
         self._default_group = weakref.ref(default_group)
         world = distributed_c10d._world
         # Ranks that are threads have a world each, which no helper thread can see.
@@ -141,7 +123,7 @@ class Session:
 
         def post() -> None:
             for name in names.values():
-                self._post(name, 0, patience.phase, ())
+                self._whereabouts.post(name, Post(0, patience.phase))
 
         patience.on_wait = post
         with self.lock:
@@ -151,7 +133,8 @@ class Session:
             except LinkBroken as broken:
                 self._rounds.update(own)  # on every rank, so a second try meets in the next round
                 found = [
-                    self._absence(name, ranks, 0, patience, broken) for ranks, name in names.items()
+                    self._whereabouts.absence(name, ranks, 0, patience, broken)
+                    for ranks, name in names.items()
                 ]
                 late = tuple(sorted({rank for absence in found for rank in absence.late}))
                 raise AgreementBroken(replace(found[0], late=late)) from None
@@ -191,7 +174,7 @@ class Session:
             return self._channels[key]
 
     def vote(self, vote: Vote, plan: Plan, channel: Channel, *, patience: Patience) -> Decision:
-        """Hold one agreement; every member of the plan must call.
+        """Hold one agreement; every member of the plan must call. Counts are added up after it.
 
         Raises:
             AgreementBroken: It did not come about; the channel is closed.
@@ -200,28 +183,63 @@ class Session:
             if channel.closed:
                 raise AgreementBroken(Absence((), {}, (), 0.0, channel.closed, closed=True))
             ballot = plan.ballot(rank=self.rank, sequence=channel.sequence)
-            failures = vote.failures
             # Spelled out: replace() takes twice as long, and this is on the path of every vote.
-            vote = Vote(
-                vote.phase, failures, vote.fatal, vote.facts, vote.ranges, channel.positions
+            cast = Vote(
+                vote.phase, vote.failures, vote.fatal, vote.facts, vote.ranges, channel.positions
             )
-            patience.on_wait = lambda: self._post(
-                channel.name, ballot.sequence, patience.phase, failures
-            )
-            patience.on_soft = lambda seconds: self._warn(channel, ballot.sequence, patience)
-            channel.sequence += 1
             try:
-                return _transport.drive(decide(vote, ballot), channel.link, patience)
-            except LinkBroken as broken:
-                self.close(channel, str(broken))
-                patience.on_wait()
-                absence = self._absence(
-                    channel.name, channel.members, ballot.sequence, patience, broken
+                decision = self._meet(
+                    channel,
+                    lambda: _transport.drive(decide(cast, ballot), channel.link, patience),
+                    patience,
+                    vote.failures,
                 )
-                raise AgreementBroken(absence) from None
+                if vote.counts and decision.agreed:
+                    # Peers are on their way to this message, so nothing may come between.
+                    decision = replace(decision, sums=self._sum(vote.counts, channel, patience))
+                return decision
+            except AgreementBroken:
+                raise
             except BaseException as interrupted:  # Ctrl-C: let nobody wait on
                 self.close(channel, f"interrupted by {type(interrupted).__name__}")
                 raise
+
+    def _sum(self, counts: tuple[int, ...], channel: Channel, voted: Patience) -> tuple[int, ...]:
+        # A meeting of its own: a rank may have posted that it came to the vote, and then be gone.
+        # And a wait of its own: with what one late rank left of the first, all would be late.
+        patience = Patience(voted.phase, voted.hard, voted.soft)
+        return self._meet(
+            channel, lambda: tuple(channel.link.all_reduce_sum(counts, patience)), patience
+        )
+
+    def _meet(
+        self,
+        channel: Channel,
+        exchange: Callable[[], T],
+        patience: Patience,
+        failures: tuple[Failure, ...] = (),
+    ) -> T:
+        """Return what the members exchange; when a link breaks, close and find out who is late."""
+        sequence = channel.sequence
+
+        def post(*, expired: bool = False) -> None:
+            said = Post(sequence, patience.phase, failures, expired)
+            self._whereabouts.post(channel.name, said)
+
+        def warn(seconds: float) -> None:
+            self._whereabouts.warn(channel.name, channel.members, sequence, patience)
+
+        patience.on_wait, patience.on_soft = post, warn
+        channel.sequence += 1
+        try:
+            return exchange()
+        except LinkBroken as broken:
+            self.close(channel, str(broken))
+            post(expired=broken.expired)
+            absence = self._whereabouts.absence(
+                channel.name, channel.members, sequence, patience, broken
+            )
+            raise AgreementBroken(absence) from None
 
     def close(self, channel: Channel, reason: str) -> None:
         """Close a channel for good: peers that wait in it get an error instead of a timeout."""
@@ -273,12 +291,13 @@ class Session:
 
     def _tally(self, key: str, members: Ranks, value: int, whole: Patience) -> Verdict:
         patience = Patience(whole.phase, hard=whole.left)  # posts once, so one for each key
-        patience.on_wait = lambda: self._post(key, 0, patience.phase, ())
+        patience.on_wait = lambda: self._whereabouts.post(key, Post(0, patience.phase))
         protocol = tally(key, members, value, nonce=secrets.token_hex(8))
         try:
             return _store.drive_store(protocol, self._client, patience)
         except LinkBroken as broken:
-            raise AgreementBroken(self._absence(key, members, 0, patience, broken)) from None
+            absence = self._whereabouts.absence(key, members, 0, patience, broken)
+            raise AgreementBroken(absence) from None
 
     def _try_gloo(self, name: str, members: Ranks, patience: Patience) -> tuple[Link | None, str]:
         """Make a gloo link and ask it a question whose answer is known."""
@@ -298,66 +317,6 @@ class Session:
         if got != (size, size):
             return None, f"expected ({size}, {size}) from a MAX over int64; got {got}"
         return link, ""
-
-    # ---- who is late, and where ----
-
-    def _post(self, name: str, sequence: int, phase: str, failures: tuple[Failure, ...]) -> None:
-        said = [[f.rank, f.type_name, f.message, list(f.type_names)] for f in failures[:4]]
-        value = json.dumps([sequence, phase, said]).encode()
-        try:
-            self._client.put(f"{name}/at/{self.rank}", value, _brief_patience())
-        except LinkBroken:
-            return  # naming is a service; the wait itself has its own end
-
-    def _posts(self, name: str, members: Ranks) -> dict[int, tuple[int, str, list[Any]]]:
-        posts = {}
-        patience = _brief_patience()
-        for rank in members:
-            data = self._client.peek(f"{name}/at/{rank}", patience)
-            if data is not None:
-                posts[rank] = tuple(json.loads(data))
-        return posts
-
-    def _warn(self, channel: Channel, sequence: int, patience: Patience) -> None:
-        try:
-            posts = self._posts(channel.name, channel.members)
-        except LinkBroken:
-            posts = {}
-        here = {rank for rank, (at, *_) in posts.items() if at >= sequence} | {self.rank}
-        late = tuple(rank for rank in channel.members if rank not in here)
-        _waiting.warn_late(patience.phase, late, patience.waited)
-
-    def _absence(
-        self, name: str, members: Ranks, sequence: int, patience: Patience, broken: LinkBroken
-    ) -> Absence:
-        """Ask the store who came; peers that met the same error need a moment to post."""
-        seconds, reason = patience.waited, str(broken)
-        until = time.monotonic() + (0.0 if broken.expired else _waiting.NAMING_S / 2)
-        posts: dict[int, tuple[int, str, list[Any]]] = {}
-        while True:
-            try:
-                posts = self._posts(name, members)
-            except LinkBroken as silent:
-                reason = f"{reason}; {silent}"
-                break
-            here = {rank for rank, (at, *_) in posts.items() if at >= sequence} | {self.rank}
-            if len(here) == len(members) or time.monotonic() >= until:
-                break
-            threading.Event().wait(0.05)
-        here = {rank for rank, (at, *_) in posts.items() if at >= sequence} | {self.rank}
-        late = tuple(rank for rank in members if rank not in here)
-        failures = tuple(
-            Failure(rank, kind, message, "", tuple(names))
-            for at, _, said in posts.values()
-            if at == sequence
-            for rank, kind, message, names in said
-        )
-        phases = {rank: posts[rank][1] for rank in late if rank in posts}
-        return Absence(late, phases, failures, seconds, reason)
-
-
-def _brief_patience() -> Patience:
-    return Patience("looking up late ranks", hard=_waiting.NAMING_S)
 
 
 def _sequence_number(group: Any) -> int:

@@ -1,7 +1,7 @@
 """Carry the words of a vote over real groups: with `_store`, all that communicates here.
 
-Every way to hold a vote answers the same request, the elementwise maximum of equally many words
-over fixed ranks, so one protocol runs over all of them.
+Every way to hold a vote answers the same requests, the elementwise maximum or sum of equally many
+words over fixed ranks, so one protocol runs over all of them.
 
 [Note: a group that does not end]
 When an operation of gloo fails, data for it that a peer sends afterwards is never read, and the
@@ -17,9 +17,10 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Generator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,15 @@ _WORDS, _GIVEN_UP = b"=", b"!"  # what a key of a vote over the store begins wit
 
 
 class Link(Protocol):
-    """One way to hold a vote: the elementwise maximum of equally many words over fixed ranks."""
+    """One way to hold a vote: reduces equally many words over fixed ranks, element by element."""
 
     device: torch.device
 
     def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
         """Return the maximum; raises :class:`LinkBroken`. Every member calls."""
+
+    def all_reduce_sum(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
+        """Return the sum, which must fit int64; raises :class:`LinkBroken`. Every member calls."""
 
     def close(self) -> None:
         """Let no peer wait for this rank."""
@@ -70,28 +74,58 @@ def drive(protocol: Generator[AllReduceMax, Sequence[int], T], link: Link, p: Pa
         return result
 
 
-class GroupLink:
+class _Reduction(NamedTuple):
+    """What becomes of the words of all members: torch's name for it, and the same on the host."""
+
+    operation: ReduceOp
+    of: Callable[[Sequence[int]], int]
+
+
+_MAX = _Reduction(ReduceOp(ReduceOp.MAX), max)
+_SUM = _Reduction(ReduceOp(ReduceOp.SUM), sum)
+
+
+class _Reducing(ABC):
+    """The two requests of a :class:`Link`, for one that can reduce in any way."""
+
+    def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
+        """Return the maximum of each word over the members."""
+        return self._reduce(words, _MAX, patience)
+
+    def all_reduce_sum(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
+        """Return the sum of each word over the members."""
+        return self._reduce(words, _SUM, patience)
+
+    @abstractmethod
+    def _reduce(
+        self, words: Sequence[int], reduction: _Reduction, patience: Patience
+    ) -> Sequence[int]: ...
+
+
+class GroupLink(_Reducing):
     """A vote as one ``allreduce`` of a process group: a private gloo group, or the caller's own.
 
-    Collectives: one all_reduce(MAX) of int64 a message; 16 bytes on the healthy path of one mesh.
+    Collectives: one all_reduce(MAX or SUM) of int64 a message; 16 bytes on the healthy path of one
+    mesh.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.device = device
         self._group = group
         self._pending = False
-        self._max = AllreduceOptions()
-        self._max.reduceOp = ReduceOp(ReduceOp.MAX)
+        self._reducing = AllreduceOptions()
 
-    def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
-        """Return the maximum of each word over the group."""
+    def _reduce(
+        self, words: Sequence[int], reduction: _Reduction, patience: Patience
+    ) -> Sequence[int]:
         buffer = bytearray(struct.pack(f"{len(words)}q", *words))
         host = torch.frombuffer(buffer, dtype=torch.int64)  # three times faster than torch.tensor
         tensor = host.to(self.device)
-        self._max.timeout = timedelta(seconds=_seconds_left(patience))
-        self._complete(patience, "allreduce", [tensor], self._max)
-        maximum: list[int] = tensor.tolist()
-        return maximum
+        self._reducing.reduceOp = reduction.operation
+        self._reducing.timeout = timedelta(seconds=_seconds_left(patience))
+        self._complete(patience, "allreduce", [tensor], self._reducing)
+        reduced: list[int] = tensor.tolist()
+        return reduced
 
     def close(self) -> None:
         """Close the connections, so that peers in a vote of this group get an error at once."""
@@ -113,7 +147,8 @@ class GroupLink:
         try:
             _wait(getattr(self._group, operation)(*args), patience)
         except RuntimeError as error:
-            broken = LinkBroken(str(error), expired=patience.left <= SLICE_S)
+            expired = patience.left <= SLICE_S
+            broken = LinkBroken(str(error), expired=expired, connection=not expired)
         self._pending = False
         if broken is not None:
             # Not within the handler: the traceback of gloo's error holds the operation, and that
@@ -130,8 +165,8 @@ class SmallGroupLink(GroupLink):
     the words of all: gloo hands them over when both ends are in the call. (Its send and recv
     would do for more ranks, but a slice of waiting that times out closes their connection.)
 
-    Collectives: one all_to_all a message, of the message to each member, for the elementwise
-    maximum; as :class:`GroupLink` for long messages.
+    Collectives: one all_to_all a message, of the message to each member, who reduces by itself; as
+    :class:`GroupLink` for long messages.
     """
 
     def __init__(self, group: Any, num_ranks: int) -> None:
@@ -141,11 +176,12 @@ class SmallGroupLink(GroupLink):
         self._seconds = 0.0
         self._allocate(2)  # the opening of a vote on one mesh
 
-    def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
-        """Return the maximum of each word over the group."""
+    def _reduce(
+        self, words: Sequence[int], reduction: _Reduction, patience: Patience
+    ) -> Sequence[int]:
         num_words = len(words)
         if num_words > DIRECT_WORDS:
-            return super().all_reduce_max(words, patience)
+            return super()._reduce(words, reduction, patience)
         if num_words != self._num_words:
             self._allocate(num_words)
         self._layout.pack_into(self._to_send, 0, *(tuple(words) * self._num_ranks))
@@ -154,7 +190,7 @@ class SmallGroupLink(GroupLink):
             self._seconds, self._options.timeout = seconds, timedelta(seconds=seconds)
         self._complete(patience, "alltoall_base", *self._tensors, [], [], self._options)
         heard = self._layout.unpack(self._received)
-        return [max(heard[i::num_words]) for i in range(num_words)]
+        return [reduction.of(heard[i::num_words]) for i in range(num_words)]
 
     def _allocate(self, num_words: int) -> None:
         """Make buffers, kept from vote to vote: forming a tensor costs as much as all the rest."""
@@ -182,7 +218,7 @@ def _wait(work: Any, patience: Patience) -> None:
         patience.look_up()
 
 
-class StoreLink:
+class StoreLink(_Reducing):
     """A vote over the job's store: set own words, read everybody's. No group at all.
 
     Names late ranks by itself, but one server answers N^2 reads, so it is the fallback where no
@@ -203,8 +239,9 @@ class StoreLink:
         self._round = 0
         self._closed = False
 
-    def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
-        """Return the maximum of each word over the members."""
+    def _reduce(
+        self, words: Sequence[int], reduction: _Reduction, patience: Patience
+    ) -> Sequence[int]:
         if self._closed:
             raise LinkBroken("the control group was closed", expired=False)
         layout = f"<{len(words)}q"
@@ -221,7 +258,7 @@ class StoreLink:
         if self._round:  # everyone who wrote this round has read the one before
             self._client.drop([self._key(self._round - 1, self._rank)], patience)
         self._round += 1
-        return [max(column) for column in zip(*rows, strict=True)]
+        return [reduction.of(column) for column in zip(*rows, strict=True)]
 
     def close(self) -> None:
         """Refuse further votes; peers that wait, and those that come, are told."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from consensus._session import AgreementBroken
+from consensus._absence import AgreementBroken
 from consensus._text import tidy
 from consensus.errors import (
     ConsensusError,
@@ -63,7 +63,12 @@ def late_ranks(phase: str, broken: AgreementBroken) -> LateRanks:
     """Return the error for an agreement that did not come about."""
     absent = broken.absence
     return LateRanks(
-        phase, absent.late, absent.phases, seconds=absent.seconds, reason=absent.reason
+        phase,
+        absent.late,
+        absent.phases,
+        seconds=absent.seconds,
+        reason=absent.reason,
+        gone=absent.gone,
     )
 
 

@@ -29,11 +29,15 @@ NAMING_S = 2.0  # how long late ranks are looked up before an error is raised wi
 
 
 class LinkBroken(Exception):
-    """A message did not get through; ``expired`` when our own deadline ended the wait."""
+    """A message did not get through; ``expired`` when our own deadline ended the wait.
 
-    def __init__(self, reason: str, *, expired: bool) -> None:
+    ``connection`` when it was not, and a connection to a peer broke.
+    """
+
+    def __init__(self, reason: str, *, expired: bool, connection: bool = False) -> None:
         super().__init__(reason)
         self.expired = expired
+        self.connection = connection
 
 
 @dataclass(slots=True)

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from consensus import _seams
+from consensus._absence import AgreementBroken
 from consensus._compile import untraced
 from consensus._nesting import Nesting
-from consensus._session import AgreementBroken
 from consensus._sources import Source
 from consensus._text import bounded, message_of, short_name, traceback_of, type_names
 from consensus._verdict import broken_error, error_of
 from consensus._wire import number_key
 from consensus.errors import Failure, GroupFailure
 from consensus.groups import ControlGroup, control_device, control_group
-from consensus.vote import Decision, Fact, Number, RangeOf, Vote
+from consensus.vote import Decision, Fact, Number, RangeOf, Ranks, Vote
 
 FAILED_WAIT_S = 30.0  # how long a rank that failed waits for its peers before it raises alone
 FATAL_WAIT_S = 2.0  # the same for KeyboardInterrupt, SystemExit and their like
@@ -76,7 +76,7 @@ def any_failed(
         One message of 2 int64, reduced by maximum, when all flags are equal; a second when they
         are not. Every member must call.
     """
-    with _reading("any_failed", group, device, timeout) as control:
+    with reading("any_failed", group, device, timeout) as control:
         ranges: list[tuple[str, Number]] = [("failed", bool(failed))]
     return bool(_agree_ranges("any_failed", ranges, control, timeout)[0].maximum)
 
@@ -113,7 +113,7 @@ def agree_range(
         One message of 2 int64, reduced by maximum, when all are equal; a second of 23 int64 a rank
         when not; a third when there are more than 8 values. Every member must call.
     """
-    with _reading("agree_range", group, device, timeout) as control:
+    with reading("agree_range", group, device, timeout) as control:
         listed = _named(values, names)
     phase = f"agree_range({', '.join(name for name, _ in listed)})"
     found = _agree_ranges(phase, listed, control, timeout)
@@ -154,7 +154,7 @@ def agree_same(
         member must call.
     """
     phase = f"agree_same({name})"
-    with _reading(phase, group, device, timeout) as control:
+    with reading(phase, group, device, timeout) as control:
         fact = same_fact(name, value)
     if not control.is_local:
         hold(control, Vote(phase, facts=(fact,)), timeout=timeout)
@@ -180,6 +180,17 @@ class fail_together:
         self.phase = phase
         self._source = group
         self._timeout = timeout
+        self._facts: list[Fact] = []
+
+    def same(self, name: str, value: Any, *, ranks: Ranks = ()) -> None:
+        """Bring a value that must be equal on all members when the block ends without an error.
+
+        Args:
+            name: What it is, for the message.
+            value: As for :func:`agree_same`.
+            ranks: Compare it among these only; see :meth:`preflight.same`.
+        """
+        self._facts.append(same_fact(name, value, ranks))
 
     @untraced
     def __enter__(self) -> fail_together:
@@ -199,7 +210,7 @@ class fail_together:
         nesting().leave(self._open)
         if self._group.is_local or self._open.passes(error):
             return False
-        vote = Vote(self.phase)
+        vote = Vote(self.phase, facts=tuple(self._facts) if error is None else ())
         hold(self._group, vote, error=error, timeout=self._timeout)
         return False
 
@@ -216,7 +227,8 @@ def hold(
 ) -> Decision:
     """Hold one agreement and raise what the group decides; ``error`` is this rank's own failure."""
     if not _seams.agreement:
-        return Decision(0, ranges=tuple(RangeOf(n, value, value) for n, value in vote.ranges))
+        ranges = tuple(RangeOf(n, value, value) for n, value in vote.ranges)
+        return Decision(0, ranges=ranges, sums=vote.counts)
     nesting().refuse(group.channel)
     fatal = error is not None and not isinstance(error, Exception)
     if error is not None:
@@ -259,8 +271,8 @@ def failures_of(error: BaseException, rank: int, phase: str) -> tuple[Failure, .
     )
 
 
-def same_fact(name: str, value: Any) -> Fact:
-    """Return a fact that holds ``value``, to be equal on all members."""
+def same_fact(name: str, value: Any, scope: Ranks = ()) -> Fact:
+    """Return a fact that holds ``value``, to be equal on all members, or on those of a scope."""
     if isinstance(value, bytes):
         key = b"bytes " + value
         shown = f"{len(value)} bytes, {hashlib.sha256(value).hexdigest()[:12]}"
@@ -269,7 +281,7 @@ def same_fact(name: str, value: Any) -> Fact:
         key, shown = b"json " + text.encode(), bounded(text, 200)
     if len(key) > 32:
         key = hashlib.blake2b(key, digest_size=32).digest()
-    return Fact(name, key, lambda: {"": shown})
+    return Fact(name, key, lambda: {"": shown}, scope)
 
 
 def scalar(value: Number | Tensor) -> Number:
@@ -305,7 +317,7 @@ def _agree_ranges(
 
 
 @contextmanager
-def _reading(
+def reading(
     phase: str, source: Source, device: torch.device | str | None, timeout: float | None
 ) -> Iterator[ControlGroup]:
     """Hand out the group to read arguments for: one that is unusable is told to its members."""

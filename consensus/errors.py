@@ -168,6 +168,7 @@ class LateRanks(ConsensusError):
         ranks: The ranks that did not come.
         phases: Rank -> the phase it last posted; a rank that never had to wait has posted none.
         seconds: How long this rank waited.
+        gone: Whether a connection broke, rather than a deadline passed.
     """
 
     def __init__(
@@ -178,13 +179,18 @@ class LateRanks(ConsensusError):
         *,
         seconds: float = 0.0,
         reason: str = "",
+        gone: bool = False,
     ) -> None:
         """Compose the message; ``reason`` is the transport's own text, if it gave one."""
         self.phase = phase
         self.ranks = ranks
         self.phases = dict(phases or {})
         self.seconds = seconds
-        if ranks:
+        self.gone = gone
+        if ranks and gone:
+            whose = "its connection" if len(ranks) == 1 else "their connections"
+            lines = [f"{phase}: {join_ranks(ranks)} {ranks_are(ranks)} gone, {whose} broke"]
+        elif ranks:
             lines = [f"{phase}: {join_ranks(ranks)} did not come within {seconds:.1f} s"]
         else:
             lines = [

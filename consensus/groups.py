@@ -16,14 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from consensus import placement
+from consensus._absence import AgreementBroken
 from consensus._manifest import Manifest, read_manifest
-from consensus._session import (
-    TORCH_TIMEOUT_S,
-    AgreementBroken,
-    Channel,
-    Session,
-    current_session,
-)
+from consensus._session import TORCH_TIMEOUT_S, Channel, Session, current_session
 from consensus._sources import Source, backend_facts, flatten, group_ranks, mesh_ranks
 from consensus._transport import GroupLink
 from consensus._verdict import late_ranks, raise_conflict, raise_if_decided

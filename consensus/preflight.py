@@ -35,9 +35,10 @@ from consensus import _seams
 from consensus._compile import untraced
 from consensus._manifest import option_text
 from consensus.agree import ControlRange, hold, nesting, same_fact, scalar
+from consensus.enclosure import rank_set
 from consensus.errors import ConsensusError
 from consensus.groups import control_group
-from consensus.vote import Fact, Number, RangeOf, Vote
+from consensus.vote import Fact, Number, RangeOf, Ranks, Vote
 
 T = TypeVar("T")
 
@@ -115,9 +116,27 @@ class preflight:
         """Bring a control that may differ; its ends are in :attr:`ranges` after the block."""
         self._ranges.append((name, scalar(value)))
 
-    def same(self, name: str, value: Any) -> None:
-        """Bring a value that must be equal on all ranks: bytes or anything JSON can hold."""
-        self._facts.append(same_fact(name, value))
+    def same(self, name: str, value: Any, *, ranks: Ranks = ()) -> None:
+        """Bring a value that must be equal on all ranks: bytes or anything JSON can hold.
+
+        Args:
+            name: What it is, for the message.
+            value: As for :func:`agree_same`.
+            ranks: Compare it among these only, this rank included: the ranks of one of the meshes
+                that hold the optimizer's parameters. Any other set has no words of its own and is
+                hashed into those of all members; where they do not all bring the same, the vote
+                takes two messages more.
+
+        Raises:
+            ValueError: This rank is not one of ``ranks``.
+        """
+        scope = rank_set(ranks)
+        if scope and self._votes and torch.distributed.get_rank() not in scope:
+            raise ValueError(
+                f"rank {torch.distributed.get_rank()} brings {name!r}, which is compared among "
+                f"ranks {list(scope)} only"
+            )
+        self._facts.append(same_fact(name, value, scope))
 
     @untraced
     def __exit__(

@@ -40,6 +40,9 @@ class Vote:
     ranges: tuple[tuple[str, Number], ...] = ()  # may differ by right
     # How far the data plane of each scope has come; called after a mismatch only.
     positions: Callable[[], tuple[tuple[Ranks, int], ...]] = tuple
+    # Added up over the members once they have agreed, in a message of its own; a fact must say
+    # that they are equally many.
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -109,6 +112,7 @@ class Decision:
     differences: tuple[Difference, ...] = ()
     ranges: tuple[RangeOf, ...] = ()
     same_position: bool = True  # the data plane has come equally far on all ranks
+    sums: tuple[int, ...] = ()  # of the counts, when all agreed
 
     @property
     def failed(self) -> bool:

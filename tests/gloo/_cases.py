@@ -133,7 +133,8 @@ class Recorder:
 
     link: Link
     device: torch.device
-    words: list[int] = field(default_factory=list)
+    words: list[int] = field(default_factory=list)  # of messages reduced by maximum
+    sums: list[int] = field(default_factory=list)  # of those reduced by sum
     lowest: int = 0
 
     @classmethod
@@ -147,6 +148,10 @@ class Recorder:
         self.words.append(len(words))
         self.lowest = min(self.lowest, *words)
         return self.link.all_reduce_max(words, patience)
+
+    def all_reduce_sum(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
+        self.sums.append(len(words))
+        return self.link.all_reduce_sum(words, patience)
 
     def close(self) -> None:
         self.link.close()

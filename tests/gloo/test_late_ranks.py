@@ -100,6 +100,7 @@ def one_gives_up_early(rank: int, backend: str) -> BaseException | None:
 def test_nobody_proceeds_when_one_rank_has_given_up(backend: str) -> None:
     for error in on_ranks(one_gives_up_early, 3, backend):
         assert isinstance(error, LateRanks), error
+        assert not error.gone  # rank 2 lives; what broke is what rank 0 closed
 
 
 def data_plane_after_a_late_vote(rank: int) -> float:
@@ -199,6 +200,8 @@ def test_survivors_of_a_killed_rank_are_told_who_it_was(backend: str) -> None:
         error = ranks[rank].value
         assert isinstance(error, LateRanks), ranks.report()
         assert error.ranks == (2,)
+        says = "did not come within" if backend == "store" else "is gone, its connection broke"
+        assert f"rank 2 {says}" in str(error)
 
 
 def killed_before_others_come(rank: int) -> tuple[BaseException | None, str]:

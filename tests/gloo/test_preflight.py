@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import consensus
 from consensus import Disagreement, GroupFailure
@@ -238,6 +239,64 @@ def test_a_flag_of_the_user_rides_in_the_vote_and_stops_all_after_the_same_step(
         assert steps == 3
         assert words[:3] == [2, 2, 2]
         assert len(words) == 4  # only the last step has something to say
+
+
+class Tabled(torch.optim.SGD):
+    """SGD whose ranks share a table with those they share a mesh with, and with nobody else."""
+
+    def step(self, closure: Any = None) -> Any:
+        with consensus.preflight(self) as vote:
+            for ranks, table in self.tables.items():
+                vote.same("table", table, ranks=ranks)
+        return super().step(closure)
+
+    tables: dict[tuple[int, ...], object]
+
+
+CHAIN = ((0, 1), (1, 2))
+
+
+def tables_of_meshes(rank: int) -> tuple[list[str], list[list[int]]]:
+    """Meshes {0,1} and {1,2}; what is said, and the words of the messages of each step."""
+    meshes = [DeviceMesh("cpu", list(ranks)) for ranks in CHAIN]
+    params = [
+        (f"of {ranks}", nn.Parameter(shard(torch.ones(4, 4), mesh, [Shard(0)])))
+        for ranks, mesh in zip(CHAIN, meshes, strict=True)
+        if rank in ranks
+    ]
+    optimizer = Tabled(params, lr=0.1)
+    recorder = Recorder.on(optimizer)
+    apart: dict[tuple[int, ...], object] = {ranks: ranks for ranks in CHAIN if rank in ranks}
+    said, words = [], []
+    steps: tuple[dict[tuple[int, ...], object], ...] = (
+        apart,  # differ from mesh to mesh, by right
+        {(1, 0): "listed anew"} if rank < 2 else {},
+        {**apart, CHAIN[0]: rank} if rank < 2 else apart,
+        {(0, 2): "no mesh"} if rank != 1 else {},
+        {(0, 2): rank} if rank != 1 else {},
+        {CHAIN[0]: 1},  # also on rank 2, which is not on it
+    )
+    for tables in steps:
+        for _, param in params:
+            param.grad = shard(torch.ones(4, 4), param.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+        recorder.words.clear()
+        optimizer.tables = tables
+        said.append(str(caught(optimizer.step)))
+        words.append(list(recorder.words))
+    return said, words
+
+
+def test_a_fact_is_compared_among_the_ranks_it_names_and_among_nobody_else() -> None:
+    by_rank = on_ranks(tables_of_meshes, 3)
+    first = by_rank[0]
+    assert all(found == first for found in by_rank)
+    (apart, listed, differing, no_mesh, differing_too, outside), words = first
+    assert (apart, listed, no_mesh) == ("None",) * 3
+    assert "ranks disagree about table: 0 on rank 0; 1 on rank 1" in differing
+    assert "ranks disagree about table: 0 on rank 0; 2 on rank 2" in differing_too
+    assert "rank 2: ValueError: rank 2 brings 'table', which is compared among" in outside
+    assert [len(messages) for messages in words] == [1, 1, 3, 3, 3, 3]
+    assert words[0] == [6]  # a pair for all, and one for each mesh
 
 
 def bad_facts(rank: int) -> list[str]:

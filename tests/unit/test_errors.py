@@ -240,6 +240,21 @@ def test_late_ranks_are_named_with_where_they_were_last_seen() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ((1,), "step: rank 1 is gone, its connection broke"),
+        ((1, 2), "step: ranks 1, 2 are gone, their connections broke"),
+    ],
+)
+def test_ranks_whose_connection_broke_are_not_called_late(
+    ranks: tuple[int, ...], says: str
+) -> None:
+    error = LateRanks("step", ranks, seconds=0.01, gone=True)
+    assert str(error) == says
+    assert error.gone
+
+
 def test_late_ranks_nobody_can_name_are_said_to_be_so() -> None:
     assert "names nobody as missing" in str(LateRanks("step", (), seconds=1.0))
 

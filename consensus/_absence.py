@@ -1,0 +1,123 @@
+"""Who is late, and where: what ranks that wait post in the store, and what is read from it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from consensus import _waiting
+from consensus._store import StoreClient
+from consensus._waiting import LinkBroken, Patience
+from consensus.errors import Failure
+from consensus.vote import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """What the store says of an agreement that did not come about."""
+
+    late: Ranks  # have not posted that they reached it
+    phases: dict[int, str]  # where the late ones were last seen
+    failures: tuple[Failure, ...]  # what ranks that gave up had to report
+    seconds: float
+    reason: str
+    closed: bool = False  # the channel had been closed before
+    gone: bool = False  # a connection broke, and not because somebody's deadline had passed
+
+
+class AgreementBroken(Exception):
+    """The agreement did not come about; carries what is known about the absent."""
+
+    def __init__(self, absence: Absence) -> None:
+        super().__init__(absence.reason)
+        self.absence = absence
+
+
+class Post(NamedTuple):
+    """What a rank that waits, or has given up, says of itself."""
+
+    sequence: int
+    phase: str
+    failures: tuple[Failure, ...] = ()
+    expired: bool = False  # its deadline had passed, so it closed its connections
+
+
+class Whereabouts:
+    """What the ranks post about themselves under the name of what they wait for."""
+
+    def __init__(self, client: StoreClient, rank: int) -> None:
+        """Post as ``rank``, through ``client``."""
+        self._client = client
+        self._rank = rank
+
+    def post(self, name: str, post: Post) -> None:
+        """Say where this rank is; silently nothing when the store does not answer."""
+        said = [[f.rank, f.type_name, f.message, list(f.type_names)] for f in post.failures[:4]]
+        value = json.dumps([post.sequence, post.phase, said, post.expired]).encode()
+        try:
+            self._client.put(f"{name}/at/{self._rank}", value, _brief_patience())
+        except LinkBroken:
+            return  # naming is a service; the wait itself has its own end
+
+    def warn(self, name: str, members: Ranks, sequence: int, patience: Patience) -> None:
+        """Log for whom this rank still waits."""
+        try:
+            posts = self._read(name, members)
+        except LinkBroken:
+            posts = {}
+        late = self._late(posts, members, sequence)
+        _waiting.warn_late(patience.phase, late, patience.waited)
+
+    def absence(
+        self, name: str, members: Ranks, sequence: int, patience: Patience, broken: LinkBroken
+    ) -> Absence:
+        """Ask the store who came; peers that met the same error need a moment to post."""
+        seconds, reason = patience.waited, str(broken)
+        until = time.monotonic() + (0.0 if broken.expired else _waiting.NAMING_S / 2)
+        posts: Mapping[int, Post] = {}
+        while True:
+            try:
+                posts = self._read(name, members)
+            except LinkBroken as silent:
+                reason = f"{reason}; {silent}"
+                break
+            if not self._late(posts, members, sequence) or time.monotonic() >= until:
+                break
+            threading.Event().wait(0.05)
+        late = self._late(posts, members, sequence)
+        met = [post for post in posts.values() if post.sequence == sequence]
+        return Absence(
+            late,
+            phases={rank: posts[rank].phase for rank in late if rank in posts},
+            failures=tuple(failure for post in met for failure in post.failures),
+            seconds=seconds,
+            reason=reason,
+            # A peer whose deadline passes closes its connections too, and then nobody is gone.
+            gone=broken.connection and not any(post.expired for post in met),
+        )
+
+    def _read(self, name: str, members: Ranks) -> dict[int, Post]:
+        posts = {}
+        patience = _brief_patience()
+        for rank in members:
+            data = self._client.peek(f"{name}/at/{rank}", patience)
+            if data is not None:
+                sequence, phase, said, expired = json.loads(data)
+                failures = tuple(
+                    Failure(failed, kind, message, "", tuple(names))
+                    for failed, kind, message, names in said
+                )
+                posts[rank] = Post(sequence, phase, failures, expired)
+        return posts
+
+    def _late(self, posts: Mapping[int, Post], members: Ranks, sequence: int) -> Ranks:
+        here = {rank for rank, post in posts.items() if post.sequence >= sequence}
+        return tuple(rank for rank in members if rank not in here | {self._rank})
+
+
+def _brief_patience() -> Patience:
+    return Patience("looking up late ranks", hard=_waiting.NAMING_S)
