@@ -94,6 +94,12 @@ class Grid:
     num_cut: int  # length of that vector, the same on all ranks
 
 
+def blocks_here(part: Part, length: int) -> Tensor:
+    """Return which blocks have elements in a part, ascending, int64."""
+    found: Tensor = torch.unique(pieces(part, length)[1])
+    return found
+
+
 def make_grid(
     part: Part, parts: Sequence[Part], period: int, *, device: torch.device | None = None
 ) -> Grid:

@@ -16,8 +16,8 @@ does not depend on how many ranks there are, nor on their order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,14 +149,11 @@ class _Class:
         if any(lesson.wants_codebook for lesson in self._lessons):
             self._learn_codebooks(self._complete_blocks())
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
+    def _together(self, what: str) -> AbstractContextManager[consensus.fail_together | None]:
         """Fail on all ranks if the block fails on one."""
         if not self._votes:
-            yield
-            return
-        with consensus.fail_together(f"{type(self._owner).__name__} learns {what}", self._owner):
-            yield
+            return nullcontext()
+        return consensus.fail_together(f"{type(self._owner).__name__} learns {what}", self._owner)
 
     # ---- periods ----
 
@@ -253,12 +250,12 @@ class _Class:
             )
             parts = torch.split(torch.tensor(summed), NUM_BINS)
             counts |= {id(each): part for each, part in zip(together, parts, strict=True)}
-        with self._together("its codebook"):
+        with self._together("its codebook") as last:
             for lesson in wanted:
                 _solve(lesson, counts[id(lesson)])
-        if together:
-            digests = [digest_of(each.codebook.levels) for each in together if each.codebook]
-            consensus.agree_same(digests, self._owner, name="codebooks learned")
+            if last is not None:
+                digests = [digest_of(each.codebook.levels) for each in together if each.codebook]
+                last.same("codebooks learned", digests)
 
 
 def _identity(label: str, sample: Sample) -> int:

@@ -193,7 +193,7 @@ class Momenta:
                 by_mesh.setdefault(ranks, []).append(f"{member.name} {period}")
         levels = None if self.codebook is None else self.codebook.levels
         facts = [((), "none yet" if levels is None else digest_of(levels))]
-        return (*facts, *((ranks, _digest("\n".join(by_mesh[ranks]))) for ranks in sorted(by_mesh)))
+        return (*facts, *((ranks, digest("\n".join(by_mesh[ranks]))) for ranks in sorted(by_mesh)))
 
     # ---- a step ----
 
@@ -243,7 +243,8 @@ class Momenta:
                 each.indices = quantize(rows, each.magnitudes, book=each.book, grid=each.grid)
         complete_([(each.magnitudes, each.grid, each.shards) for each, _ in cut], "max")
         for each, rows in cut:
-            each.indices = quantize(rows, each.magnitudes, book=each.book, grid=each.grid)
+            indices = quantize(rows, each.magnitudes, book=each.book, grid=each.grid)
+            each.indices = indices.clone()  # without the padding of its rows
 
 
 def complete_(values: Sequence[tuple[Tensor, Grid, Shards]], op: Any) -> None:
@@ -264,7 +265,7 @@ def digest_of(levels: Tensor) -> str:
     return hashlib.blake2b(levels.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
 
 import consensus
 from adapters._base import VotingOptimizer
+from adapters._checkpoint import pack, stage
 from adapters._learning import AllZeros, NothingToLearn, learn, lesson_of
 from adapters._momenta import Momenta
 from adapters._period import PeriodRules
@@ -23,6 +25,11 @@ class QuantizedOptimizer(VotingOptimizer):
     codebook_scope: consensus.Source = "auto"
     #: What a step does whose gradients hold nothing to learn from.
     first_gradient: FirstGradient = "raise"
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        """Set up rules and groups; a subclass has set the attributes they need before."""
+        super().__init__(params, defaults)
+        self._install()
 
     def agreement_scopes(self) -> tuple[Any, ...]:
         """Return whom this optimizer meets beside the ranks of its parameters' meshes."""
@@ -70,6 +77,57 @@ class QuantizedOptimizer(VotingOptimizer):
             for lesson in lessons:
                 lesson.commit()
         return True
+
+    # ---- state dicts ----
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict: all ranks do, or none does and all raise the same error.
+
+        It may be this optimizer's own, on the same ranks and meshes; one of whole tensors, which
+        each rank cuts as its parameters are; or one that Gefen-X 0.5 saved. Parameters are
+        matched by their place; names, where both have them, are compared. Options come from the
+        state dict, as in torch.
+
+        Args:
+            state_dict: As :meth:`state_dict` returns it. Not written.
+
+        Raises:
+            ValueError: It does not belong to this optimizer, or is damaged. In a GroupFailure
+                when several ranks agree. Nothing was written.
+            consensus.Disagreement: Ranks were given checkpoints of different steps.
+
+        Collectives:
+            One agreement, if parameters are sharded. All ranks must call.
+        """
+        state_dict = dict(state_dict)
+        with self._together(f"{type(self).__name__}.load_state_dict") as together:
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = pre_hook(self, state_dict) or state_dict
+            staged = stage(self, state_dict)
+            if together is not None:
+                together.same("codebooks and steps", staged.common())
+                for ranks, text in staged.by_mesh().items():
+                    together.same("loaded state", text, ranks=ranks)
+        self.__setstate__({"state": staged.state, "param_groups": staged.groups})
+        for rule, record in zip(self._rules, staged.records, strict=True):
+            if rule.momenta is not None and record is not None:
+                rule.momenta.set_record(record.model_dump())
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._install()
+
+    def _install(self) -> None:
+        """Complete state dicts before any hook of the user sees them."""
+        if not any(hook is pack for hook in self._optimizer_state_dict_post_hooks.values()):
+            self.register_state_dict_post_hook(pack, prepend=True)
+
+    def _together(self, phase: str) -> AbstractContextManager[consensus.fail_together | None]:
+        if not self.casts_votes:
+            return nullcontext()
+        return consensus.fail_together(phase, self)
 
     def _may_defer(self, error: Exception) -> bool:
         """Whether the step is to be skipped: the same on all ranks, as the error is."""
