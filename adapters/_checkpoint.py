@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from adapters._legacy import from_gefen_x, is_gefen_x
 from adapters._momenta import Momenta, digest, digest_of
 from adapters._rules import Member, Rule, local
 from adapters._shards import read_shards
@@ -153,6 +154,8 @@ def stage(optimizer: Any, state_dict: Mapping[str, Any]) -> Staged:
     Collectives:
         None.
     """
+    if is_gefen_x(state_dict):
+        state_dict = from_gefen_x(state_dict)
     saved = deepcopy(list(state_dict["param_groups"]))
     _check_groups(optimizer.param_groups, saved)
     found: dict[Rule, list[tuple[str, Any]]] = {rule: [] for rule in optimizer._rules}

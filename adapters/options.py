@@ -141,6 +141,9 @@ class AdamWOptions(Options):
     betas: Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple)] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 1e-2
+    # Loaded with the groups of torch's own; only these are supported.
+    amsgrad: Literal[False] = False
+    maximize: Literal[False] = False
 
 
 def check_options(group: Mapping[str, Any], options: type[BaseModel], where: str) -> None:
