@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         default="muon",
-        help="for the hidden matrices (default: muon)",
+        help="muon and gefen-muon step the hidden matrices, the others all (default: muon)",
     )
     parser.add_argument(
         "--unguarded",

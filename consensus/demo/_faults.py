@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
+from consensus.demo._model import hidden_matrices
 from consensus.demo._worker import Worker
 
 Strike: TypeAlias = Callable[[], None]  # notes the moment at which the fault happens
@@ -79,16 +80,20 @@ def _die(worker: Worker, strike: Strike) -> AbstractContextManager[None]:
 @contextmanager
 def _swap(worker: Worker, strike: Strike) -> Iterator[None]:
     """Hold the first two matrices, which have the same shape, in the other order."""
-    group = worker.matrices.param_groups[0]
-    both = (group["params"], group["param_names"])
+    first, second, *_ = _matrices(worker)
+    group = next(g for g in worker.main.param_groups if any(p is first for p in g["params"]))
+    places = [i for i, p in enumerate(group["params"]) if p is first or p is second]
     strike()
-    for listed in both:
-        listed[0], listed[1] = listed[1], listed[0]
+    _exchange(group, *places)
     try:
         yield
     finally:
-        for listed in both:
-            listed[0], listed[1] = listed[1], listed[0]
+        _exchange(group, *places)
+
+
+def _exchange(group: dict[str, Any], i: int, j: int) -> None:
+    for listed in (group["params"], group["param_names"]):
+        listed[i], listed[j] = listed[j], listed[i]
 
 
 def _fail_in(where: str) -> Arm:
@@ -130,14 +135,14 @@ def _checks_overflow(agree: Callable[[bool, Worker], bool]) -> Any:
         def check() -> None:
             finite = all(bool(_shard(p.grad).isfinite().all()) for p in _matrices(worker))
             worker.overflow = agree(not finite, worker)
-            worker.matrices.found_inf = torch.tensor(float(worker.overflow))  # type: ignore[attr-defined]
+            worker.main.found_inf = torch.tensor(float(worker.overflow))  # type: ignore[attr-defined]
 
         try:
             with _after_backward(worker, check):
                 yield
         finally:
             worker.overflow = False
-            worker.matrices.__dict__.pop("found_inf", None)
+            worker.main.__dict__.pop("found_inf", None)
 
     return everywhere
 
@@ -147,12 +152,11 @@ def _alone(found: bool, _: Worker) -> bool:
 
 
 def _together(found: bool, worker: Worker) -> bool:
-    return consensus.any_failed(found, worker.matrices)
+    return consensus.any_failed(found, worker.main)
 
 
 def _matrices(worker: Worker) -> list[Tensor]:
-    params: list[Tensor] = worker.matrices.param_groups[0]["params"]
-    return params
+    return [parameter for _, parameter in hidden_matrices(worker.model)]
 
 
 def _shard(tensor: Tensor | None) -> Tensor:

@@ -18,8 +18,8 @@ class Built:
     """What this rank trains; equal on every rank."""
 
     parameters: int  # numbers in the whole model
-    matrices: int  # parameters of the optimizer that agrees
-    others: int  # parameters of AdamW
+    stepped: int  # parameters of the optimizer that agrees
+    others: int = 0  # parameters of AdamW
 
 
 @dataclass(frozen=True, slots=True)

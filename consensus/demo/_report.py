@@ -90,10 +90,10 @@ def opening(settings: Settings, corpus: Corpus) -> str:
 
 
 def _training_of(settings: Settings, built: Built) -> str:
-    return (
-        f"{built.parameters:,} weights: {settings.optimizer} steps {built.matrices} hidden "
-        f"matrices, AdamW {built.others} other parameters."
-    )
+    by = f"{built.parameters:,} weights: {settings.optimizer} steps"
+    if not built.others:
+        return f"{by} all {built.stepped} parameters."
+    return f"{by} {built.stepped} hidden matrices, AdamW {built.others} other parameters."
 
 
 def _progress_line(done: int, total: int, ranks: Sequence[Step], *, agrees: bool) -> str:
@@ -113,7 +113,7 @@ def cost(run: Run) -> str:
         return ""
     found = Cost.of(steps)
     return _wrapped(
-        f"A step took {duration(found.step)}. Its two agreements, one before the matrices are "
+        f"A step took {duration(found.step)}. Its two agreements, one before anything is "
         f"written and one at the end, took {duration(found.added)} of it "
         f"({found.added / found.step:.2%}) on the rank that came last. The mean over all ranks is "
         f"{duration(found.waited)}: the others wait in them for the slowest rank, as they would "

@@ -14,7 +14,23 @@ FAULT_NAMES = (
     "kill",
     "none",
 )
-OPTIMIZERS = {"muon": "adapters:Muon"}  # by name only: this package knows no optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An optimizer that the demo can train with."""
+
+    path: str  # "package:Class": this package knows no optimizer
+    lr: float
+    whole_model: bool  # or the hidden matrices only, and AdamW steps the rest
+
+
+OPTIMIZERS = {
+    "muon": Choice("adapters:Muon", 0.02, whole_model=False),
+    "gefen": Choice("adapters:Gefen", 3e-3, whole_model=True),
+    "gefen-muon": Choice("adapters:GefenMuon", 0.02, whole_model=False),
+    "hybrid": Choice("adapters:Hybrid", 0.01, whole_model=True),
+}
 
 AFTER = 5  # healthy steps after a fault from which the group may go on
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ def train_rank(rank: int, settings: Settings, text: str, folder: Path) -> None:
 
 def _describe(worker: Worker) -> Built:
     parameters = list(worker.model.parameters())
-    listed = [len(o.param_groups[0]["params"]) for o in worker.optimizers]
+    listed = [sum(len(group["params"]) for group in o.param_groups) for o in worker.optimizers]
     return Built(sum(parameter.numel() for parameter in parameters), *listed)
 
 
@@ -66,7 +67,7 @@ def _meet(
     """Take one step in which the fault happens; return what it raised, and what was seen."""
     expected = _rehearse(worker) if settings.unguarded else None
     if scene.end is End.STOP:  # a rank that failed would wait half a minute for its peers
-        consensus.control_group(worker.matrices, timeout=GIVE_UP_S).prepare(PREPARE_S)
+        consensus.control_group(worker.main, timeout=GIVE_UP_S).prepare(PREPARE_S)
     before = [snapshot(optimizer, gradients=False) for optimizer in worker.optimizers]
     error: Exception | None = None
     with ExitStack() as stack:
@@ -132,19 +133,15 @@ def _rehearse(worker: Worker) -> list[Tensor]:
         Those of :func:`train_step`. Every rank must call.
     """
     parameters = [_local(parameter) for parameter in worker.model.parameters()]
-    states = [
-        _local(value)
-        for optimizer in worker.optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    kept = [tensor.clone() for tensor in (*parameters, *states)]
+    kept = [parameter.clone() for parameter in parameters]
+    states = [deepcopy(optimizer.state_dict()) for optimizer in worker.optimizers]
     batch = worker.generator.get_state()
     train_step(worker)
     expected = [parameter.clone() for parameter in parameters]
-    for tensor, then in zip((*parameters, *states), kept, strict=True):
-        tensor.copy_(then)
+    for parameter, then in zip(parameters, kept, strict=True):
+        parameter.copy_(then)
+    for optimizer, state in zip(worker.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
     worker.generator.set_state(batch)
     return expected
 

@@ -36,8 +36,8 @@ class Worker:
 
     rank: int
     model: CharacterTransformer
-    matrices: Optimizer  # of the hidden matrices; its step holds an agreement
-    rest: AdamW  # of everything else
+    main: Optimizer  # of the hidden matrices, or of all; its step holds an agreement
+    rest: AdamW | None  # of everything else, if anything is left
     tokens: Tensor  # (characters,), int64
     generator: torch.Generator  # of this rank's batches, apart from torch's own
     clock: VoteClock
@@ -45,9 +45,9 @@ class Worker:
     overflow: bool = False  # this step must not be taken
 
     @property
-    def optimizers(self) -> tuple[Optimizer, Optimizer]:
-        """Both optimizers, in the order they step."""
-        return self.matrices, self.rest
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All optimizers, in the order they step."""
+        return (self.main,) if self.rest is None else (self.main, self.rest)
 
 
 def build_worker(rank: int, text: str, optimizer: str) -> Worker:
@@ -59,14 +59,17 @@ def build_worker(rank: int, text: str, optimizer: str) -> Worker:
     vocabulary = Vocabulary.of(text)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build_model(len(vocabulary), mesh, seed=SEED)
-    matrices = load_optimizer(optimizer)(list(hidden_matrices(model)), lr=0.02, weight_decay=0.0)
-    rest = AdamW(list(other_parameters(model)), lr=3e-3)
-    channel = consensus.control_group(matrices).prepare(PREPARE_S).channel
+    choice = OPTIMIZERS[optimizer]
+    main, rest = list(model.named_parameters()), None
+    if not choice.whole_model:
+        main, rest = list(hidden_matrices(model)), AdamW(list(other_parameters(model)), lr=3e-3)
+    agreeing = load_optimizer(optimizer)(main, lr=choice.lr, weight_decay=0.0)
+    channel = consensus.control_group(agreeing).prepare(PREPARE_S).channel
     if channel is None:
         raise AssertionError("sharded parameters have no control group")
     generator = torch.Generator().manual_seed(SEED + rank)
     tokens = vocabulary.encode(text)
-    return Worker(rank, model, matrices, rest, tokens, generator, VoteClock(channel))
+    return Worker(rank, model, agreeing, rest, tokens, generator, VoteClock(channel))
 
 
 def load_optimizer(name: str) -> Callable[..., Optimizer]:
@@ -75,7 +78,7 @@ def load_optimizer(name: str) -> Callable[..., Optimizer]:
     Raises:
         ValueError: The package that holds it cannot be imported.
     """
-    module, _, attribute = OPTIMIZERS[name].partition(":")
+    module, _, attribute = OPTIMIZERS[name].path.partition(":")
     try:
         found: Callable[..., Optimizer] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -90,25 +93,25 @@ def train_step(worker: Worker) -> float:
     """Train on this rank's next batch; return its loss in nats a character.
 
     Collectives:
-        Those of FSDP2's forward and backward, one agreement before the hidden matrices are
-        written, those of their update, and one agreement at the end. Every rank must call.
+        Those of FSDP2's forward and backward, one agreement before anything is written, those of
+        the update, and one agreement at the end. Every rank must call.
     """
     inputs, targets = sample_batch(
         worker.tokens, batch=BATCH, context=CONTEXT, generator=worker.generator
     )
 
     def closure() -> Any:
-        worker.matrices.zero_grad()
-        worker.rest.zero_grad()
+        for optimizer in worker.optimizers:
+            optimizer.zero_grad()
         loss = worker.model(inputs, targets)
         loss.backward()
         for reach_in in worker.after_backward:
             reach_in()
         return loss
 
-    with consensus.fail_together("train step", worker.matrices):
+    with consensus.fail_together("train step", worker.main):
         # First the optimizer that agrees: when it raises, nothing has been written.
-        loss: Any = worker.matrices.step(closure)
-        if not worker.overflow:
+        loss: Any = worker.main.step(closure)
+        if worker.rest is not None and not worker.overflow:
             worker.rest.step()
     return float(loss.detach())

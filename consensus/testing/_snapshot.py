@@ -41,8 +41,9 @@ def snapshot(optimizer: torch.optim.Optimizer, *, gradients: bool = True) -> Sna
     """Return a copy of all that ``optimizer`` could change, to compare it with later.
 
     That is: parameters (identity, values, layout, placement), gradients, state, hyper-parameters,
-    Python's ``random`` and torch's generators of the CPU and of the parameters' CUDA devices. It
-    takes as much memory as what it copies.
+    what else a copy of the optimizer takes along (``__getstate__``), Python's ``random`` and
+    torch's generators of the CPU and of the parameters' CUDA devices. It takes as much memory as
+    what it copies.
 
     Args:
         optimizer: Read, not written.
@@ -143,6 +144,9 @@ def _facts_of(optimizer: torch.optim.Optimizer, *, gradients: bool) -> Iterator[
     for number, group in enumerate(optimizer.param_groups):
         order = [names[id(parameter)] for parameter in group["params"]]
         yield from _walk(f"param_groups[{number}]", {**group, "params": order})
+    for name, carried in optimizer.__getstate__().items():
+        if name not in ("defaults", "state", "param_groups"):
+            yield from _walk(name, carried)
     yield "rng.python", _plain(random.getstate())
     yield from _tensor_facts("rng.torch", torch.get_rng_state())
     for device in sorted({p.device.index for p in parameters if p.device.type == "cuda"}):

@@ -54,6 +54,30 @@ def test_every_promise_holds(fault: str, capsys: pytest.CaptureFixture[str]) -> 
         assert expected in unwrapped(shown)
 
 
+@pytest.mark.parametrize("fault", ["closure", "missing-grad", "order"])
+@pytest.mark.parametrize("optimizer", ["gefen", "gefen-muon", "hybrid"])
+def test_every_promise_holds_whatever_the_optimizer(
+    optimizer: str, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["demo", "--ranks", "3", "--steps", "3", "--fault", fault, "--optimizer", optimizer]
+    code = main(command)
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    for expected in (*GUARDED[fault], NOTHING_MOVED):
+        assert expected in unwrapped(shown)
+
+
+@pytest.mark.parametrize("optimizer", ["gefen", "gefen-muon", "hybrid"])
+def test_without_agreement_any_optimizer_hangs(
+    optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--ranks", "3", "--steps", "3", "--optimizer", optimizer, "--unguarded"]
+    code = main(["demo", *options])
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    assert UNGUARDED["closure"] in unwrapped(shown)
+
+
 @pytest.mark.parametrize("fault", UNGUARDED)
 def test_without_agreement_the_fault_does_harm(
     fault: str, capsys: pytest.CaptureFixture[str]
