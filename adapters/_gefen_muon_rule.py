@@ -54,7 +54,9 @@ class GefenMuonRule(MuonRule):
     def __init__(self, sharded_mode: ShardedMode, *, refresh_every: int, **kwargs: Any) -> None:
         """Make the rule; see :class:`MuonRule` and :class:`Momenta`."""
         super().__init__(sharded_mode, options=MuonVariantOptions, **kwargs)
-        self.momenta = Momenta(PeriodRules(), refresh_every=refresh_every, alone=not self.is_exact)
+        self.momenta = Momenta(
+            PeriodRules(), refresh_every=refresh_every, alone=sharded_mode == "approx"
+        )
 
     def read(self, members: Sequence[Member]) -> None:
         """Read where the shards and the elements of each matrix lie."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
+from adapters._by_owners import compute_by_owners
+from adapters._exchange import joined
 from adapters._newton_schulz import (
     adjust_lr,
     count_agreeing,
@@ -20,10 +22,12 @@ from adapters._newton_schulz import (
     normalize_rows,
     schedule_of,
 )
+from adapters._owners import Crew, Round, plan_rounds
 from adapters._plan import Bucket, Matrix, plan_buckets
 from adapters._reshard import (
     Reduction,
     assemble,
+    crew_of,
     describe,
     exchange_device,
     gather,
@@ -41,6 +45,7 @@ from adapters._rules import (
     gradient_of,
     local,
     scalar_lr,
+    spans_ranks,
     was_written,
 )
 from adapters.options import MuonOptions, ShardedMode
@@ -55,8 +60,11 @@ class Pending:
     grad: Tensor  # this rank's part, unscaled
     decay: float | Tensor  # factor for the weights
     alpha: float  # factor for the update
+    row_key: str  # of the moment of rows in the state
     update: Tensor | None = None  # this rank's part, bfloat16; None where that is empty
-    row_moment: Tensor | None = None  # (rows, 1) of the whole matrix, where rows are normalised
+    # Where rows are normalised: (rows, 1), of the whole matrix; or, where an owner computes, of
+    # this rank's rows.
+    row_moment: Tensor | None = None
 
     def direction(self) -> Tensor:
         """This rank's part of the matrix to orthogonalise, in memory of its own."""
@@ -68,36 +76,51 @@ class Pending:
             nesterov=group["nesterov"],
         )
 
-    def orthogonalize(self, matrix: Tensor) -> Tensor:
-        """Newton-Schulz with this parameter's options; ``matrix`` is not written."""
+    def orthogonalize(self, matrix: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Newton-Schulz with this parameter's options; the arguments are not written.
+
+        Args:
+            matrix: The whole matrix.
+            moment: Of all its rows, (rows, 1); None where rows are not normalised, or at first.
+
+        Returns:
+            The update, bfloat16, and the new moment of its rows.
+        """
         group = self.member.group
         update = newton_schulz(matrix, schedule_of(group), eps=group["eps"])
-        if not group.get("normuon", False):
-            return update
-        state = self.states.get(self.member.param, {})
-        old = state.get("normuon_v")
-        old = matrix.new_zeros(matrix.size(0), 1, dtype=torch.float32) if old is None else old
+        if not self.normalizes_rows:
+            return update, None
+        if moment is None:
+            moment = matrix.new_zeros(matrix.size(0), 1, dtype=torch.float32)
+        step = self.state.get("normuon_step", 0) + 1
         beta = group["normuon_beta2"]
-        update, self.row_moment = normalize_rows(
-            update,
-            old,
-            beta=beta,
-            bias=1 - beta ** (state.get("normuon_step", 0) + 1),
-            eps=group["normuon_eps"],
+        return normalize_rows(
+            update, moment, beta=beta, bias=1 - beta**step, eps=group["normuon_eps"]
         )
-        return update
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What is stored of the parameter; read only."""
+        found: Mapping[str, Any] = self.states.get(self.member.param, {})
+        return found
+
+    @property
+    def normalizes_rows(self) -> bool:
+        """Whether the rows of the update are normalised."""
+        return bool(self.member.group.get("normuon", False))
 
     def commit(self) -> None:
         """Write the matrix and its momentum, with operations that their operands cannot fail."""
         self.commit_momentum()
         if self.row_moment is not None:
             state = self.states[self.member.param]
-            state["normuon_v"] = self.row_moment
+            is_whole = self.row_key == "normuon_v"
+            state[self.row_key] = self.row_moment if is_whole else joined(self.row_moment)[:, None]
             state["normuon_step"] = state.get("normuon_step", 0) + 1
         param = local(self.member.param)
         param.mul_(self.decay)
         if self.update is not None:
-            param.add_(self.update, alpha=self.alpha)
+            param.add_(self.update.to(param.device), alpha=self.alpha)
         was_written(self.member.param)
 
     def commit_momentum(self) -> None:
@@ -109,7 +132,7 @@ class Pending:
 
     def _momentum_buffer(self) -> Tensor:
         """The momentum as it stands in the state, or zeros that are not there yet."""
-        buffer: Tensor | None = self.states.get(self.member.param, {}).get("momentum_buffer")
+        buffer: Tensor | None = self.state.get("momentum_buffer")
         grad = self.member.param.grad
         if buffer is None and grad is not None:
             buffer = torch.zeros_like(grad, memory_format=torch.preserve_format)
@@ -129,11 +152,14 @@ class MuonRule(Rule):
         """Make the rule; see :class:`Rule` for the keyword arguments."""
         super().__init__(**kwargs)
         self.options = options
+        self.mode = sharded_mode
         self.is_exact = sharded_mode == "exact"
-        self.meets_ranks = self.is_exact
+        self.meets_ranks = sharded_mode != "approx"
         self._matrices: dict[int, Matrix] = {}  # position -> where its shards lie
+        self._crews: dict[int, Crew] = {}  # position -> who divides the work on it
         self._planned_for: tuple[tuple[int, ...], int] = ((), 0)  # positions, bytes of a bucket
         self._plan: tuple[Bucket, ...] = ()
+        self._rounds: tuple[Round, ...] = ()
 
     def check_parameter(self, member: Member) -> None:
         """Raise unless the parameter is a real matrix whose placement is supported."""
@@ -145,18 +171,21 @@ class MuonRule(Rule):
             )
         if param.is_complex():
             raise ValueError(f"Muon does not support complex parameters; {name} is {param.dtype}")
-        if self.is_exact:
+        if self.mode != "approx":
             describe(param, position=member.position, name=name)
         elif isinstance(param, DTensor):
             sharded_axes(param, name=name)
 
     def read(self, members: Sequence[Member]) -> None:
         """Read where the shards of each matrix lie."""
-        self._planned_for, self._plan, self._matrices = ((), 0), (), {}
-        for member in members if self.is_exact else ():
-            matrix = describe(member.param, position=member.position, name=member.name)
+        self._planned_for, self._plan, self._rounds = ((), 0), (), ()
+        self._matrices, self._crews = {}, {}
+        for position, name, param, _ in members if self.mode != "approx" else ():
+            matrix = describe(param, position=position, name=name)
+            if self.mode == "distributed" and isinstance(param, DTensor) and spans_ranks(param):
+                matrix, self._crews[position] = crew_of(param, position=position, name=name)
             if matrix is not None:
-                self._matrices[member.position] = matrix
+                self._matrices[position] = matrix
 
     def check_state(self, owner: Owner, member: Member) -> None:
         """Raise if the momentum does not lie as its parameter does."""
@@ -178,13 +207,17 @@ class MuonRule(Rule):
         """
         pending = {each.position: self._prepare(owner, each, inv_scale) for each in members}
         self.advance(owner, list(pending.values()))
-        buckets = self._buckets(owner, pending)
-        for bucket in buckets:
-            self._compute_bucket(bucket, pending)
-        gathered = {slot.position for bucket in buckets for slot in bucket.slots}
+        gathered = {position for position in pending if position in self._matrices}
+        if self.mode == "distributed":
+            self._let_owners_compute(owner, {i: pending[i] for i in gathered})
+        else:
+            for bucket in self._buckets(owner, gathered):
+                self._compute_bucket(bucket, pending)
         for position, each in pending.items():
             if position not in gathered and each.grad.numel():
-                each.update = each.orthogonalize(each.direction())
+                each.update, each.row_moment = each.orthogonalize(
+                    each.direction(), each.state.get("normuon_v")
+                )
         self._mask(list(pending.values()))
         return list(pending.values())
 
@@ -202,7 +235,7 @@ class MuonRule(Rule):
             counts.append(self._between_parts(each.member, count))
         for each, total in zip(masked, reduce_together(counts, "sum"), strict=True):
             if each.update is not None:
-                numel = each.member.param.numel() if self.is_exact else each.grad.numel()
+                numel = each.grad.numel() if self.mode == "approx" else each.member.param.numel()
                 each.update = mask_opposed(
                     each.update, each.grad, num_agreeing=total[0], numel=numel
                 )
@@ -224,11 +257,30 @@ class MuonRule(Rule):
             grad=gradient_of(member, inv_scale),
             decay=1 - lr * group["weight_decay"],
             alpha=-float(adjust_lr(lr, group["adjust_lr_fn"], member.param.shape)),
+            row_key="normuon_rows" if member.position in self._crews else "normuon_v",
         )
+
+    def _let_owners_compute(self, owner: Any, pending: Mapping[int, Pending]) -> None:
+        """Let each matrix be computed once, by its owner.
+
+        Collectives:
+            Those of :func:`compute_by_owners`.
+        """
+        active = tuple(sorted(pending))
+        if self._planned_for != (active, owner.bucket_bytes):
+            every = [(self._matrices[i], self._crews[i]) for i in sorted(self._crews)]
+            with_rows = frozenset(i for i in active if pending[i].normalizes_rows)
+            self._rounds = plan_rounds(
+                every, active, bucket_bytes=owner.bucket_bytes, with_rows=with_rows
+            )
+            self._planned_for = (active, owner.bucket_bytes)
+        members = consensus.control_group(owner).ranks
+        is_one_crew = all(crew.ranks == members for crew in self._crews.values())
+        compute_by_owners(self._rounds, self._matrices, pending, owner, commit_vote=not is_one_crew)
 
     def _buckets(self, owner: Owner, active: Iterable[int]) -> tuple[Bucket, ...]:
         """The plan for the parameters at these positions, made anew when they are others."""
-        sharded = tuple(position for position in active if position in self._matrices)
+        sharded = tuple(sorted(active))
         if self._planned_for != (sharded, owner.bucket_bytes):
             wanted = [self._matrices[position] for position in sharded]
             self._plan = plan_buckets(wanted, bucket_bytes=owner.bucket_bytes)
@@ -253,5 +305,7 @@ class MuonRule(Rule):
         )
         for slot, each in zip(bucket.slots, members, strict=True):
             if slot.own.numel:
-                whole = each.orthogonalize(assemble(slot, gathered))
+                whole, each.row_moment = each.orthogonalize(
+                    assemble(slot, gathered), each.state.get("normuon_v")
+                )
                 each.update = own_part(slot, whole, device=each.grad.device)

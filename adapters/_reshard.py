@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from adapters._owners import Crew
 from adapters._plan import Bucket, Cut, Layout, Matrix, Slot, boxes
 
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -39,6 +40,30 @@ def describe(param: Tensor, *, position: int, name: str) -> Matrix | None:
         return None
     rows, cols = param.shape
     return Matrix(position, (rows, cols), layout, index)
+
+
+def crew_of(param: DTensor, *, position: int, name: str) -> tuple[Matrix, Crew]:
+    """Return what the plan must know of a matrix that an owner computes.
+
+    Args:
+        param: A parameter of two dimensions on a mesh of several ranks, cut or copied.
+        position: Its place in the optimizer's full list of parameters.
+        name: What error texts call it.
+
+    Raises:
+        NotImplementedError: The placements cannot be described as rectangles.
+        ValueError: The parameter lives on a mesh without this rank.
+    """
+    layout, index = layout_of(param, name=name)
+    mesh = param.device_mesh
+    num_copies, copy = 1, 0
+    for axis, placement in enumerate(param.placements):
+        if placement.is_replicate():
+            num_copies *= mesh.size(axis)
+            copy = copy * mesh.size(axis) + mesh.get_local_rank(axis)
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    rows, cols = param.shape
+    return Matrix(position, (rows, cols), layout, index), Crew(ranks, layout, num_copies, copy)
 
 
 def layout_of(param: DTensor, *, name: str) -> tuple[Layout, int]:

@@ -142,7 +142,7 @@ class GefenMuon(QuantizedOptimizer):
         ns_schedule: ``"tuned3"``, ``"tuned4"`` or a list of (a, b, c), one for each iteration;
             None and ``"standard"`` use the arguments above.
         adjust_lr_fn: ``"original"`` (the same as None) or ``"match_rms_adamw"``.
-        sharded_mode: ``"exact"`` or ``"approx"``; equal on all ranks.
+        sharded_mode: ``"exact"``, ``"distributed"`` or ``"approx"``; equal on all ranks.
         normuon: Whether to divide the rows of updates by a running root mean square of theirs.
             Takes four bytes for each row of the whole matrix, on every rank.
         normuon_beta2: The share of the old row moment that is kept.

@@ -77,7 +77,8 @@ class Hybrid(QuantizedOptimizer):
         normuon_beta2: The share of the old row moment that is kept.
         normuon_eps: Added to the root of the row moment.
         cautious: Whether to leave out elements that point against the gradient.
-        sharded_mode: ``"exact"`` or ``"approx"``, of the Muon half; equal on all ranks.
+        sharded_mode: ``"exact"``, ``"distributed"`` or ``"approx"``, of the Muon half; equal on all
+            ranks.
         codebook_refresh_every: As in :class:`Gefen`; each half that is quantised learns its own.
         codebook_scope: As in :class:`Gefen`.
         first_gradient: As in :class:`Gefen`.

@@ -28,6 +28,14 @@ class Muon(VotingOptimizer):
     end elsewhere. Rows, columns, uneven and empty shards, HSDP, and FSDP over tensor parallelism
     are supported.
 
+    ``sharded_mode="distributed"``: each matrix has one owner, to which every rank sends its shard
+    once, in bfloat16 (Newton-Schulz starts with that cast); the owner computes, and sends each rank
+    its part of the update once. The bits are those of ``"exact"``. Momenta stay sharded. Owners
+    are chosen over all ranks that hold a shard or a copy of one, the largest matrix first to the
+    rank with least to do, so on a mesh of copies no matrix is computed twice. A rank that fails
+    while it packs or computes takes part in the exchanges to their end and says so in them: then
+    all ranks raise, and none has written.
+
     ``sharded_mode="approx"``: each shard is orthogonalised as if it were a matrix of its own,
     without communication and without agreement. This is another algorithm: its result depends on
     how many ranks there are. Only the learning rate still follows the whole matrix's shape.
@@ -56,7 +64,7 @@ class Muon(VotingOptimizer):
         eps: The least norm that Newton-Schulz divides by.
         ns_steps: Number of Newton-Schulz iterations, below 100.
         adjust_lr_fn: ``"original"`` (the same as None) or ``"match_rms_adamw"``.
-        sharded_mode: ``"exact"`` or ``"approx"``; equal on all ranks.
+        sharded_mode: ``"exact"``, ``"distributed"`` or ``"approx"``; equal on all ranks.
         control_group: The group to agree in. None derives it from the parameters' meshes.
 
     Raises:
@@ -67,6 +75,9 @@ class Muon(VotingOptimizer):
         None at construction. In ``step``, if parameters are sharded and the mode is exact: one
         agreement, then for each bucket of matrices one all_gather for each mesh axis that cuts
         them. A bucket holds up to ``bucket_bytes`` of whole matrices that have the same placement.
+        In the distributed mode, for each bucket one all_to_all for each axis that cuts, to the
+        owners and back, and one more for each axis that copies; if matrices live on several
+        meshes, a second agreement before anything is written.
 
     Source:
         Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; torch.optim.Muon, torch 2.13.

@@ -25,7 +25,7 @@ from adapters._newton_schulz import (
     SCHEDULES,
 )
 
-ShardedMode = Literal["exact", "approx"]
+ShardedMode = Literal["exact", "distributed", "approx"]
 
 
 def _list_to_tuple(value: object) -> object:
@@ -189,18 +189,12 @@ def _in_words(error: ValidationError, names: list[str]) -> str:
 
 
 def check_sharded_mode(mode: str) -> ShardedMode:
-    """Return ``mode`` if this version has it.
+    """Return ``mode`` if there is one of this name.
 
     Raises:
-        NotImplementedError: ``"distributed"``, where an owner computes for all, is not built yet.
-        ValueError: No mode has this name.
+        ValueError: There is none.
     """
-    if mode == "distributed":
-        raise NotImplementedError(
-            'sharded_mode="distributed" is not supported yet. Use "exact" (the same bits as one '
-            'device) or "approx" (each shard on its own, without communication).'
-        )
     for known in get_args(ShardedMode):
         if mode == known:
             return known  # type: ignore[no-any-return]
-    raise ValueError(f'sharded_mode must be "exact" or "approx", but is: {mode!r}')
+    raise ValueError(f"sharded_mode must be one of {get_args(ShardedMode)}, but is: {mode!r}")

@@ -24,12 +24,14 @@ PURE = {
     "consensus/_text.py",
     "consensus/_wire.py",
     "adapters/_plan.py",
+    "adapters/_owners.py",
 }
 
 # Where a collective may stand. Elsewhere it would be one that no agreement knows of.
 MAY_COMMUNICATE = (
     "consensus/_transport.py",
     "adapters/_reshard.py",
+    "adapters/_exchange.py",
     "consensus/testing/*",
     "consensus/demo*",
     "consensus/check*",

@@ -1,0 +1,127 @@
+"""Each matrix computed once: shards to its owner, Newton-Schulz there, the update's parts back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import consensus
+from adapters._exchange import Courier
+from adapters._owners import Round, Task
+from adapters._plan import Matrix
+from adapters._rules import Member
+
+
+class Work(Protocol):
+    """What a step will do to one matrix, as far as its owner and its holders are concerned."""
+
+    member: Member
+    update: Tensor | None
+    row_moment: Tensor | None
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What is stored of the parameter."""
+
+    def direction(self) -> Tensor:
+        """This rank's part of the matrix to orthogonalise."""
+
+    def orthogonalize(self, matrix: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The update of the whole matrix, and the new moment of its rows."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def compute_by_owners(
+    rounds: Sequence[Round],
+    matrices: Mapping[int, Matrix],
+    pending: Mapping[int, Any],
+    owner: Any,
+    *,
+    commit_vote: bool,
+) -> None:
+    """Set the update of each pending matrix; nothing is written.
+
+    See [Note: a failure travels along]: a rank that fails takes part to the end, and then all
+    raise.
+
+    Args:
+        rounds: What travels together; equal on all ranks of each crew.
+        matrices: Position -> where this rank's shard lies.
+        pending: Position -> :class:`Work`, of the matrices with a gradient.
+        owner: The optimizer, in whose control group ranks agree.
+        commit_vote: Whether to agree before anything is written: needed where a rank that is tied
+            to others takes no part in some of the exchanges, and so hears nothing in them.
+
+    Raises:
+        consensus.GroupFailure: A rank failed while it packed or computed.
+
+    Collectives:
+        Each round: one all_to_all of bfloat16 for each cut to the owners, and one back; with
+        copies of shards, one more for each axis that copies. An agreement on a failure, or if
+        ``commit_vote``.
+    """
+    errors: list[BaseException] = []
+    heard = []
+    for round_ in rounds:
+        first = pending[round_.tasks[0].position].member.param
+        assert isinstance(first, DTensor)
+        courier = Courier(round_, matrices[round_.tasks[0].position].index, first)
+        _attempt(errors, lambda: _pack(courier, pending))  # noqa: B023  # called at once
+        courier.to_owners(failed=bool(errors))
+        _attempt(errors, lambda: _compute(courier, pending))  # noqa: B023
+        courier.from_owners(failed=bool(errors))
+        heard.append(courier.heard)
+    failed = any(bool(each) for each in heard)
+    if not (failed or commit_vote):
+        return
+    phase = f"{type(owner).__name__}.step: updates by owners"
+    with consensus.fail_together(phase, owner) if commit_vote or failed else nullcontext():
+        if errors:
+            raise errors[0]
+    if failed:
+        raise AssertionError("a rank failed, but none brought an error")
+
+
+def _attempt(errors: list[BaseException], work: Any) -> None:
+    """Do some work unless some has failed; an error waits until peers have been told."""
+    if errors:
+        return
+    try:
+        work()
+    except BaseException as error:  # raised by the caller, when all know
+        errors.append(error)
+
+
+def _pack(courier: Courier, pending: Mapping[int, Work]) -> None:
+    for task in courier.gathered():
+        work = pending[task.position]
+        courier.pack(task, work.direction(), _own_rows(work, task) if task.with_rows else None)
+
+
+def _own_rows(work: Work, task: Task) -> Tensor:
+    """The moments of the rows that lie here, flat; of all rows if an exact run saved them."""
+    param = work.member.param
+    assert isinstance(param, DTensor)
+    num_rows = param.to_local().size(0)
+    known = work.state.get("normuon_rows")
+    if known is None:
+        return torch.zeros(num_rows, device=param.to_local().device)
+    flat: Tensor = known.flatten()
+    return flat
+
+
+def _compute(courier: Courier, pending: Mapping[int, Work]) -> None:
+    # First, where a rank can still tell that it failed: see Courier.views.
+    for position, (update, rows) in courier.views().items():
+        work = pending[position]
+        work.update, work.row_moment = update, rows if len(rows) else None
+    for task in courier.owned:
+        whole, moment = courier.assemble(task)
+        column = None if moment is None else moment[:, None]
+        update, new = pending[task.position].orthogonalize(whole, column)
+        courier.pack_result(task, update, None if new is None else new[:, 0])
