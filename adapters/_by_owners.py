@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import consensus
 from adapters._exchange import Courier
-from adapters._owners import Round, Task
-from adapters._plan import Matrix
+from adapters._owners import Round, Route
 from adapters._rules import Member
 
 
@@ -37,8 +36,7 @@ class Work(Protocol):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def compute_by_owners(
-    rounds: Sequence[Round],
-    matrices: Mapping[int, Matrix],
+    rounds: Sequence[tuple[Round, Route]],
     pending: Mapping[int, Any],
     owner: Any,
     *,
@@ -51,7 +49,6 @@ def compute_by_owners(
 
     Args:
         rounds: What travels together; equal on all ranks of each crew.
-        matrices: Position -> where this rank's shard lies.
         pending: Position -> :class:`Work`, of the matrices with a gradient.
         owner: The optimizer, in whose control group ranks agree.
         commit_vote: Whether to agree before anything is written: needed where a rank that is tied
@@ -67,10 +64,10 @@ def compute_by_owners(
     """
     errors: list[BaseException] = []
     heard = []
-    for round_ in rounds:
+    for round_, route in rounds:
         first = pending[round_.tasks[0].position].member.param
         assert isinstance(first, DTensor)
-        courier = Courier(round_, matrices[round_.tasks[0].position].index, first)
+        courier = Courier(round_, route, first)
         _attempt(errors, lambda: _pack(courier, pending))  # noqa: B023  # called at once
         courier.to_owners(failed=bool(errors))
         _attempt(errors, lambda: _compute(courier, pending))  # noqa: B023
@@ -98,13 +95,13 @@ def _attempt(errors: list[BaseException], work: Any) -> None:
 
 
 def _pack(courier: Courier, pending: Mapping[int, Work]) -> None:
-    for task in courier.gathered():
+    for task, piece in courier.route.gathered:
         work = pending[task.position]
-        courier.pack(task, work.direction(), _own_rows(work, task) if task.with_rows else None)
+        courier.pack(piece, work.direction(), _own_rows(work) if task.with_rows else None)
 
 
-def _own_rows(work: Work, task: Task) -> Tensor:
-    """The moments of the rows that lie here, flat; of all rows if an exact run saved them."""
+def _own_rows(work: Work) -> Tensor:
+    """The moments of the rows that lie here, flat."""
     param = work.member.param
     assert isinstance(param, DTensor)
     num_rows = param.to_local().size(0)
@@ -120,8 +117,8 @@ def _compute(courier: Courier, pending: Mapping[int, Work]) -> None:
     for position, (update, rows) in courier.views().items():
         work = pending[position]
         work.update, work.row_moment = update, rows if len(rows) else None
-    for task in courier.owned:
-        whole, moment = courier.assemble(task)
+    for task, got, sent in courier.route.owned:
+        whole, moment = courier.assemble(task, got)
         column = None if moment is None else moment[:, None]
         update, new = pending[task.position].orthogonalize(whole, column)
-        courier.pack_result(task, update, None if new is None else new[:, 0])
+        courier.pack_result(sent, update, None if new is None else new[:, 0])

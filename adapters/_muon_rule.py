@@ -22,7 +22,7 @@ from adapters._newton_schulz import (
     normalize_rows,
     schedule_of,
 )
-from adapters._owners import Crew, Round, plan_rounds
+from adapters._owners import Crew, Round, Route, plan_rounds, plan_route
 from adapters._plan import Bucket, Matrix, plan_buckets
 from adapters._reshard import (
     Reduction,
@@ -159,7 +159,7 @@ class MuonRule(Rule):
         self._crews: dict[int, Crew] = {}  # position -> who divides the work on it
         self._planned_for: tuple[tuple[int, ...], int] = ((), 0)  # positions, bytes of a bucket
         self._plan: tuple[Bucket, ...] = ()
-        self._rounds: tuple[Round, ...] = ()
+        self._rounds: tuple[tuple[Round, Route], ...] = ()
 
     def check_parameter(self, member: Member) -> None:
         """Raise unless the parameter is a real matrix whose placement is supported."""
@@ -270,13 +270,17 @@ class MuonRule(Rule):
         if self._planned_for != (active, owner.bucket_bytes):
             every = [(self._matrices[i], self._crews[i]) for i in sorted(self._crews)]
             with_rows = frozenset(i for i in active if pending[i].normalizes_rows)
-            self._rounds = plan_rounds(
+            rounds = plan_rounds(
                 every, active, bucket_bytes=owner.bucket_bytes, with_rows=with_rows
+            )
+            self._rounds = tuple(
+                (each, plan_route(each, self._matrices[each.tasks[0].position].index))
+                for each in rounds
             )
             self._planned_for = (active, owner.bucket_bytes)
         members = consensus.control_group(owner).ranks
         is_one_crew = all(crew.ranks == members for crew in self._crews.values())
-        compute_by_owners(self._rounds, self._matrices, pending, owner, commit_vote=not is_one_crew)
+        compute_by_owners(self._rounds, pending, owner, commit_vote=not is_one_crew)
 
     def _buckets(self, owner: Owner, active: Iterable[int]) -> tuple[Bucket, ...]:
         """The plan for the parameters at these positions, made anew when they are others."""

@@ -84,21 +84,13 @@ class Round:
     crew: Crew
     tasks: tuple[Task, ...]  # by position
 
-    def owned_by(self, copy: int, owner: int) -> tuple[Task, ...]:
-        """Return what one rank computes, in the order in which it travels."""
-        return tuple(task for task in self.tasks if (task.copy, task.owner) == (copy, owner))
-
-    def size_to_owners(self, copy: int) -> Size:
-        """Return the size of each parcel on the way to owners: one element says how it went."""
-        return lambda s, d: 1 + sum(task.to_owner(s) for task in self.owned_by(copy, d))
-
-    def size_from_owners(self, copy: int) -> Size:
-        """Return the size of each parcel on the way back."""
-        return lambda s, d: 1 + sum(task.from_owner(d) for task in self.owned_by(copy, s))
-
-    def returned_to(self, copy: int, number: int) -> int:
-        """Elements that one rank gets back from all owners of its copy."""
-        return sum(task.from_owner(number) for task in self.tasks if task.copy == copy)
+    def owned_by(self, copy: int) -> tuple[tuple[Task, ...], ...]:
+        """Return what each rank of one copy computes, in the order in which it travels."""
+        found: list[list[Task]] = [[] for _ in range(self.crew.num_parts)]
+        for task in self.tasks:
+            if task.copy == copy:
+                found[task.owner].append(task)
+        return tuple(map(tuple, found))
 
 
 def flops(shape: Shape) -> int:
@@ -178,6 +170,103 @@ def _split_by_bytes(tasks: Sequence[Task], limit: int) -> list[tuple[Task, ...]]
     return [tuple(part) for part in parts]
 
 
+# ---- one rank's part in a round ----
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one part of a matrix lies in a buffer: first its elements, then its rows' moments."""
+
+    start: int
+    length: int
+    part: Rectangle
+
+    @property
+    def elements(self) -> slice:
+        """The elements of the part."""
+        return slice(self.start, self.start + self.part.numel)
+
+    @property
+    def rows(self) -> slice:
+        """The moments of its rows, if they travel along."""
+        return slice(self.start + self.part.numel, self.start + self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One direction: the parcels that a rank holds at first and at last, and the hops between."""
+
+    sizes_before: tuple[int, ...]  # of the parcels, each with a last element for how it went
+    sizes_after: tuple[int, ...]
+    hops: tuple[Hop, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Everything one rank needs to take part in a round, worked out once."""
+
+    gathered: tuple[tuple[Task, Piece], ...]  # what it sends to owners of its copy
+    owned: tuple[tuple[Task, tuple[Piece, ...], tuple[Piece, ...]], ...]  # got, and sent back
+    returned: tuple[tuple[Task, Piece], ...]  # what it gets back, from all copies
+    there: Way
+    back: Way
+    sizes_by_copy: tuple[tuple[int, ...], ...]  # of what comes back: for each copy, each owner
+
+
+def plan_route(round_: Round, number: int) -> Route:
+    """Return one rank's part in a round; ``number`` is its place among the parts."""
+    crew = round_.crew
+    everybody = range(crew.num_parts)
+    by_copy = [round_.owned_by(copy) for copy in range(crew.num_copies)]
+    mine = by_copy[crew.copy]
+
+    def to_owner(s: int, d: int) -> int:
+        return 1 + sum(task.to_owner(s) for task in mine[d])
+
+    def from_owner(s: int, d: int) -> int:
+        return 1 + sum(task.from_owner(d) for task in mine[s])
+
+    gathered = _pieces([(tasks, number) for tasks in mine], Task.to_owner)
+    got = _pieces([(mine[number], source) for source in everybody], Task.to_owner)
+    sent = _pieces([(mine[number], target) for target in everybody], Task.from_owner)
+    returned = _pieces([(tasks, number) for copy in by_copy for tasks in copy], Task.from_owner)
+    owned = tuple(
+        (
+            task,
+            tuple(piece for each, piece in got if each is task),
+            tuple(piece for each, piece in sent if each is task),
+        )
+        for task in mine[number]
+    )
+    sizes = [cut.num_ranks for cut in crew.layout.cuts]
+    return Route(
+        gathered,
+        owned,
+        returned,
+        _way(sizes, number, to_owner),
+        _way(sizes, number, from_owner),
+        tuple(
+            tuple(1 + sum(task.from_owner(number) for task in tasks) for tasks in copy)
+            for copy in by_copy
+        ),
+    )
+
+
+def _pieces(
+    parcels: Iterable[tuple[tuple[Task, ...], int]], length_of: Callable[[Task, int], int]
+) -> tuple[tuple[Task, Piece], ...]:
+    """Return where the parts of matrices lie: parcels of tasks, each for the part of one rank."""
+    found = []
+    start = 0
+    for tasks, number in parcels:
+        for task in tasks:
+            length = length_of(task, number)
+            found.append((task, Piece(start, length, task.parts[number])))
+            start += length
+        start += 1
+    return tuple(found)
+
+
 # ---- the way of parcels ----
 
 
@@ -186,32 +275,58 @@ class Hop:
     """One exchange along one axis, as one rank sees it."""
 
     axis: int
-    sent: tuple[tuple[Parcel, ...], ...]  # to each peer, in order
-    received: tuple[tuple[Parcel, ...], ...]  # from each peer, in order
-    after: tuple[Parcel, ...]  # what the rank then holds, in order
+    sent: tuple[int, ...]  # elements to each peer
+    received: tuple[int, ...]  # elements from each peer
+    # (sizes, order) of parcels to put into another order before and after; None if they are in it.
+    sorted_before: Sorting | None
+    sorted_after: Sorting | None
 
 
-def hops(sizes: Sequence[int], here: int) -> tuple[Hop, ...]:
+Sorting: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _way(sizes: Sequence[int], here: int, size: Size) -> Way:
     """Return the exchanges that bring all parcels to their destinations.
 
     Args:
         sizes: Ranks along each axis that cuts.
         here: This rank's number.
+        size: Elements of a parcel.
     """
+    own = _place(here, sizes)
+    held = _held(own, sizes, len(sizes) - 1)
+    first = held
     found = []
     for axis in reversed(range(len(sizes))):
-        own = _place(here, sizes)
         sent, received = [], []
         for peer in range(sizes[axis]):
             other = [*own[:axis], peer, *own[axis + 1 :]]
-            # Sources agree with their holder up to this axis, destinations beyond it.
-            mine = _held(own, sizes, axis)
             its = _held(other, sizes, axis)
-            sent.append(tuple(p for p in mine if _place(p[1], sizes)[axis] == peer))
-            received.append(tuple(p for p in its if _place(p[1], sizes)[axis] == own[axis]))
+            sent.append([p for p in held if _place(p[1], sizes)[axis] == peer])
+            received.append([p for p in its if _place(p[1], sizes)[axis] == own[axis]])
         after = _held(own, sizes, axis - 1)
-        found.append(Hop(axis, tuple(sent), tuple(received), after))
-    return tuple(found)
+        found.append(
+            Hop(
+                axis,
+                tuple(sum(size(*p) for p in some) for some in sent),
+                tuple(sum(size(*p) for p in some) for some in received),
+                _sorting(held, [p for some in sent for p in some], size),
+                _sorting([p for some in received for p in some], after, size),
+            )
+        )
+        held = after
+    return Way(
+        tuple(size(*parcel) for parcel in first),
+        tuple(size(*parcel) for parcel in held),
+        tuple(found),
+    )
+
+
+def _sorting(before: Sequence[Parcel], after: Sequence[Parcel], size: Size) -> Sorting | None:
+    if list(before) == list(after):
+        return None
+    place = {parcel: i for i, parcel in enumerate(before)}
+    return tuple(size(*parcel) for parcel in before), tuple(place[parcel] for parcel in after)
 
 
 def _held(own: Sequence[int], sizes: Sequence[int], axis: int) -> tuple[Parcel, ...]:
