@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adapters._gefen_math import TINY, average, exact_sqrt
+from adapters._schedules import (
+    DEFAULT_COEFFICIENTS,
+    DEFAULT_STEPS,
+    SCHEDULES,
+    Coefficients,
+    Schedule,
+)
 
-Coefficients: TypeAlias = tuple[float, float, float]
-
-# Jordan 2024: the slope at zero is as large as five steps allow.
-DEFAULT_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-DEFAULT_STEPS = 5
 DEFAULT_EPS = 1e-7
-# Coefficients that differ from step to step reach a wider range in fewer steps. Gefen-X 0.5.
-SCHEDULES: dict[str, tuple[Coefficients, ...]] = {
-    "tuned3": (
-        (5.0067, -14.4125, 10.6001),
-        (3.7534, -6.8083, 3.3840),
-        (3.2080, -4.3501, 2.0330),
-    ),
-    "tuned4": (
-        (5.4261, -15.5285, 11.2657),
-        (3.0766, -4.9701, 2.1297),
-        (3.0008, -6.4486, 4.3696),
-        (2.8386, -4.1421, 2.5758),
-    ),
-}
+DEFAULT_SCHEDULE = Schedule((DEFAULT_COEFFICIENTS,) * DEFAULT_STEPS)
 
 
 def nesterov_direction(
@@ -62,7 +51,7 @@ def nesterov_direction(
 
 def newton_schulz(
     matrix: Tensor,  # (rows, cols)
-    schedule: Sequence[Coefficients] = (DEFAULT_COEFFICIENTS,) * DEFAULT_STEPS,
+    schedule: Schedule = DEFAULT_SCHEDULE,
     *,
     eps: float = DEFAULT_EPS,
 ) -> Tensor:
@@ -78,7 +67,7 @@ def newton_schulz(
 
     Args:
         matrix: Shape (rows, cols), any real float dtype. Read, not written.
-        schedule: For each iteration (a, b, c) of ``a X + b (XX')X + c (XX')^2 X``, dimensionless.
+        schedule: For each step (a, b, c) of ``a X + b (XX')X + c (XX')^2 X``, dimensionless.
         eps: The least norm to divide by, so that a matrix of zeros stays one.
 
     Returns:
@@ -91,24 +80,23 @@ def newton_schulz(
     x = matrix.bfloat16()
     if is_tall:
         x = x.T  # the product XX' is then the smaller one
-    x = x / x.norm().clamp(min=eps)
-    for a, b, c in schedule:
+    norm = x.norm() if schedule.safety == 1 else x.norm() * schedule.safety
+    x = x / norm.clamp(min=eps)
+    for a, b, c in schedule.steps:
         gram = x @ x.T
         gram_update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, gram_update, x, beta=a)
     return x.T if is_tall else x
 
 
-def schedule_of(group: Mapping[str, Any]) -> Sequence[Coefficients]:
+def schedule_of(group: Mapping[str, Any]) -> Schedule:
     """Return the Newton-Schulz schedule that a parameter group asks for."""
-    schedule: str | Sequence[Coefficients] | None = group.get("ns_schedule")
-    if schedule is None or schedule == "standard":
+    wanted: str | Sequence[Coefficients] | None = group.get("ns_schedule")
+    if wanted is None or wanted == "standard":
         coefficients: Coefficients = group["ns_coefficients"]
         num_steps: int = group["ns_steps"]
-        return (coefficients,) * num_steps
-    if isinstance(schedule, str):
-        return SCHEDULES[schedule]
-    return schedule
+        return Schedule((coefficients,) * num_steps)
+    return SCHEDULES[wanted] if isinstance(wanted, str) else Schedule(tuple(wanted))
 
 
 def adjust_lr(lr: float | Tensor, adjust_lr_fn: str | None, shape: Sequence[int]) -> float | Tensor:

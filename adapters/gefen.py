@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 import consensus
 from adapters._gefen_muon_rule import GefenMuonRule
 from adapters._gefen_rule import GefenRule
-from adapters._newton_schulz import DEFAULT_COEFFICIENTS, DEFAULT_EPS, DEFAULT_STEPS
+from adapters._newton_schulz import DEFAULT_EPS
 from adapters._quantized import (
     FirstGradient,
     QuantizedOptimizer,
@@ -20,6 +20,7 @@ from adapters._quantized import (
     period_rules,
 )
 from adapters._rules import Rule
+from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS
 from adapters.options import (
     GefenOptions,
     MuonVariantOptions,
@@ -139,8 +140,9 @@ class GefenMuon(QuantizedOptimizer):
         ns_coefficients: (a, b, c) of the Newton-Schulz polynomial, where there is no schedule.
         eps: The least norm that Newton-Schulz divides by.
         ns_steps: Number of Newton-Schulz iterations, where there is no schedule; below 100.
-        ns_schedule: ``"tuned3"``, ``"tuned4"`` or a list of (a, b, c), one for each iteration;
-            None and ``"standard"`` use the arguments above.
+        ns_schedule: The name of a schedule (``"you5"``, ``"polar5"``, ``"deepseek10"``,
+            ``"tuned4"``, ``"tuned3"``) or a list of (a, b, c), one for each iteration; None and
+            ``"standard"`` use the arguments above.
         adjust_lr_fn: ``"original"`` (the same as None) or ``"match_rms_adamw"``.
         sharded_mode: ``"exact"``, ``"distributed"`` or ``"approx"``; equal on all ranks.
         normuon: Whether to divide the rows of updates by a running root mean square of theirs.

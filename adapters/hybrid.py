@@ -12,7 +12,7 @@ from adapters._adamw_rule import AdamWRule
 from adapters._gefen_muon_rule import GefenMuonRule
 from adapters._gefen_rule import GefenRule
 from adapters._muon_rule import MuonRule
-from adapters._newton_schulz import DEFAULT_COEFFICIENTS, DEFAULT_EPS
+from adapters._newton_schulz import DEFAULT_EPS
 from adapters._quantized import (
     FirstGradient,
     QuantizedOptimizer,
@@ -31,6 +31,7 @@ from adapters._routing import (
     route_named,
 )
 from adapters._rules import Rule
+from adapters._schedules import DEFAULT_COEFFICIENTS
 from adapters.options import MuonVariantOptions, ShardedMode, check_options, check_sharded_mode
 
 NamedParams: TypeAlias = Iterable[tuple[str, Tensor]]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import consensus
 from adapters._base import VotingOptimizer
 from adapters._muon_rule import MuonRule
-from adapters._newton_schulz import DEFAULT_COEFFICIENTS, DEFAULT_EPS, DEFAULT_STEPS
+from adapters._newton_schulz import DEFAULT_EPS
 from adapters._rules import Rule
-from adapters.options import MuonOptions, ShardedMode, check_options, check_sharded_mode
+from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS
+from adapters.options import MuonVariantOptions, ShardedMode, check_options, check_sharded_mode
 
 
 class Muon(VotingOptimizer):
@@ -65,6 +68,14 @@ class Muon(VotingOptimizer):
         ns_steps: Number of Newton-Schulz iterations, below 100.
         adjust_lr_fn: ``"original"`` (the same as None) or ``"match_rms_adamw"``.
         sharded_mode: ``"exact"``, ``"distributed"`` or ``"approx"``; equal on all ranks.
+        ns_schedule: The name of a schedule (``"you5"``, ``"polar5"``, ``"deepseek10"``,
+            ``"tuned4"``, ``"tuned3"``) or a list of (a, b, c), one for each iteration; None uses
+            the arguments above. For new runs ``"you5"`` costs what the default costs and comes
+            closer to an orthogonal matrix.
+        normuon: Whether to divide the rows of updates by a running root mean square of theirs.
+        normuon_beta2: The share of the old row moment that is kept.
+        normuon_eps: Added to the root of the row moment.
+        cautious: Whether to leave out elements of updates that point against the gradient.
         control_group: The group to agree in. None derives it from the parameters' meshes.
 
     Raises:
@@ -98,9 +109,14 @@ class Muon(VotingOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         sharded_mode: ShardedMode = "exact",
+        ns_schedule: str | list[tuple[float, float, float]] | None = None,
+        normuon: bool = False,
+        normuon_beta2: float = 0.95,
+        normuon_eps: float = 1e-8,
+        cautious: bool = False,
         control_group: consensus.Source = None,
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -110,10 +126,21 @@ class Muon(VotingOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        check_options(defaults, MuonOptions, "Muon")
+        # What torch's class does not have stands in the groups only if it is asked for.
+        if ns_schedule is not None:
+            defaults["ns_schedule"] = ns_schedule
+        if normuon:
+            defaults |= {
+                "normuon": normuon,
+                "normuon_beta2": normuon_beta2,
+                "normuon_eps": normuon_eps,
+            }
+        if cautious:
+            defaults["cautious"] = cautious
+        check_options(defaults, MuonVariantOptions, "Muon")
         self.sharded_mode = check_sharded_mode(sharded_mode)
         self.control_group = control_group
         super().__init__(params, defaults)
 
     def _make_rules(self) -> tuple[Rule, ...]:
-        return (MuonRule(self.sharded_mode),)
+        return (MuonRule(self.sharded_mode, options=MuonVariantOptions),)

@@ -18,12 +18,8 @@ from pydantic import (
     field_validator,
 )
 
-from adapters._newton_schulz import (
-    DEFAULT_COEFFICIENTS,
-    DEFAULT_EPS,
-    DEFAULT_STEPS,
-    SCHEDULES,
-)
+from adapters._newton_schulz import DEFAULT_EPS
+from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS, SCHEDULES
 
 ShardedMode = Literal["exact", "distributed", "approx"]
 

@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from adapters._newton_schulz import (
-    DEFAULT_COEFFICIENTS,
-    adjust_lr,
-    nesterov_direction,
-    newton_schulz,
-)
+from adapters._newton_schulz import adjust_lr, nesterov_direction, newton_schulz
+from adapters._schedules import DEFAULT_COEFFICIENTS, Schedule
 
 SHAPES = [(8, 8), (5, 12), (12, 5), (1, 7), (7, 1), (1, 1), (64, 33), (128, 96)]
 
@@ -60,7 +56,7 @@ def test_other_coefficients_and_steps_are_used() -> None:
     x = matrix(4, 6)
     cubic = (1.5, -0.5, 0.0)
     expected = _zeropower_via_newtonschulz(x, cubic, 2, 1e-7)
-    assert torch.equal(newton_schulz(x, [cubic, cubic]), expected)
+    assert torch.equal(newton_schulz(x, Schedule((cubic, cubic))), expected)
 
 
 def test_the_direction_is_torchs_average_and_look_ahead() -> None:

@@ -1,0 +1,75 @@
+"""How close each Newton-Schulz schedule comes to the orthogonal factor that an SVD gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters import Muon
+from adapters._newton_schulz import DEFAULT_SCHEDULE, newton_schulz
+from adapters._schedules import SCHEDULES, Schedule
+
+# Least and largest singular value, and cosine to the orthogonal factor, for a power-law spectrum.
+QUALITY = {
+    "default": (DEFAULT_SCHEDULE, 0.65, 1.25, 0.98),
+    "you5": (SCHEDULES["you5"], 0.9, 1.2, 0.997),
+    "polar5": (SCHEDULES["polar5"], 0.8, 1.2, 0.994),
+    "deepseek10": (SCHEDULES["deepseek10"], 0.98, 1.02, 0.999),
+    "tuned4": (SCHEDULES["tuned4"], 0.4, 1.1, 0.95),
+    "tuned3": (SCHEDULES["tuned3"], 0.15, 1.2, 0.84),
+}
+
+
+def power_law(rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """A matrix whose singular values fall as 1 / k, and its orthogonal factor, by a float64 SVD."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+    u, values, v = torch.linalg.svd(noise, full_matrices=False)
+    falling = 1 / torch.arange(1, len(values) + 1, dtype=torch.float64)
+    return (u * falling) @ v, u @ v
+
+
+def test_every_schedule_is_tried() -> None:
+    assert set(QUALITY) == {"default", *SCHEDULES}
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (96, 96)], ids=str)
+@pytest.mark.parametrize("name", QUALITY)
+def test_singular_values_come_as_close_to_one_as_stated(name: str, shape: tuple[int, int]) -> None:
+    schedule, least, largest, cosine = QUALITY[name]
+    matrix, factor = power_law(*shape)
+    found = newton_schulz(matrix.float(), schedule).double()
+    values = torch.linalg.svdvals(found)
+    assert least < values.min()
+    assert values.max() < largest
+    assert torch.cosine_similarity(found.flatten(), factor.flatten(), dim=0) > cosine
+
+
+def test_the_norm_is_divided_out_with_room_for_rounding() -> None:
+    matrix = torch.eye(4)
+    steps = ((1.0, 0.0, 0.0),)
+    plain, roomy = newton_schulz(matrix, Schedule(steps)), newton_schulz(matrix, Schedule(steps, 2))
+    assert torch.equal(plain, 2 * roomy)
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "standard"])
+def test_muon_takes_a_schedule_by_name(name: str) -> None:
+    param = torch.nn.Parameter(torch.eye(6, 4))
+    param.grad = power_law(6, 4)[0].float()
+    Muon([param], lr=1.0, weight_decay=0.0, ns_schedule=name).step()
+    schedule = SCHEDULES.get(name, DEFAULT_SCHEDULE)
+    direction = torch.lerp(param.grad, param.grad * 0.05, 0.95)
+    update = newton_schulz(direction, schedule) * (6 / 4) ** 0.5
+    assert torch.allclose(param.detach(), torch.eye(6, 4) - update.float(), atol=0.02)
+
+
+def test_a_list_of_coefficients_is_a_schedule() -> None:
+    schedule = [(1.5, -0.5, 0.0)] * 3
+    groups = Muon([torch.nn.Parameter(torch.eye(3))], ns_schedule=schedule).param_groups
+    assert groups[0]["ns_schedule"] == schedule
+
+
+def test_an_unknown_schedule_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'you5', 'polar5'.*got 'fast'"):
+        Muon([torch.nn.Parameter(torch.eye(3))], ns_schedule="fast")
