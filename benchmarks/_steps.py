@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.optim import Optimizer
 
 import consensus
-from adapters import Muon
+from adapters import Gefen, GefenMuon, Hybrid, Muon
 from benchmarks._counting import BYTES_PER_WORD, Ledger, bytes_sent, counting, keys_in_store
 from consensus.testing import inject
 
@@ -41,7 +42,8 @@ class Case:
     num_ranks: int
     layout: Layout
     shapes: tuple[tuple[int, int], ...] = EVEN
-    mode: Literal["exact", "approx"] = "exact"
+    optimizer: str = "Muon"  # a key of OPTIMIZERS
+    mode: Literal["exact", "distributed", "approx"] = "exact"  # of Muon
     bucket_bytes: int | None = None
     num_optimizers: int = 1
     reverse: bool = False  # the parameters, last first
@@ -60,7 +62,38 @@ CASES = (
     Case("FSDP over TP 2 x 2", 4, "FSDP over TP"),
     Case("two meshes, one inside of the other, 4 ranks", 4, "two meshes", mismatches=True),
     Case("approx, 2 ranks", 2, "rows", mode="approx"),
+    Case("distributed, 2 ranks", 2, "rows", mode="distributed", mismatches=True),
+    Case("distributed, uneven, 3 ranks", 3, "rows", UNEVEN, mode="distributed"),
+    Case("distributed, some ranks empty, 4 ranks", 4, "rows", UNEVEN, mode="distributed"),
+    Case("distributed, HSDP 2 x 2", 4, "HSDP", mode="distributed"),
+    Case("distributed, FSDP over TP 2 x 2", 4, "FSDP over TP", mode="distributed"),
+    Case("distributed, two meshes, 4 ranks", 4, "two meshes", mode="distributed"),
+    Case("Gefen, 2 ranks", 2, "rows", optimizer="Gefen", mismatches=True),
+    Case("Gefen, uneven, 3 ranks", 3, "rows", UNEVEN, optimizer="Gefen"),
+    Case("Gefen, HSDP 2 x 2", 4, "HSDP", optimizer="Gefen"),
+    Case("Gefen, two meshes, 4 ranks", 4, "two meshes", optimizer="Gefen"),
+    Case("Gefen, unsharded, 2 ranks", 2, "plain", optimizer="Gefen"),
+    Case("GefenMuon, uneven, 3 ranks", 3, "rows", UNEVEN, optimizer="GefenMuon"),
+    Case("Hybrid, 2 ranks", 2, "rows", optimizer="Hybrid", mismatches=True),
+    Case("Hybrid with AdamW, FSDP over TP 2 x 2", 4, "FSDP over TP", optimizer="Hybrid, AdamW"),
 )
+
+Make: TypeAlias = Callable[[list[tuple[str, nn.Parameter]], str], Optimizer]
+
+
+def _hybrid(named: list[tuple[str, nn.Parameter]], mode: Any, **options: Any) -> Optimizer:
+    """Half of the matrices to each half."""
+    middle = len(named) // 2
+    return Hybrid(named[:middle], named[middle:], sharded_mode=mode, **options)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "Muon": lambda named, mode: Muon(named, sharded_mode=cast(Any, mode)),
+    "Gefen": lambda named, mode: Gefen(named),
+    "GefenMuon": lambda named, mode: GefenMuon(named, sharded_mode=cast(Any, mode)),
+    "Hybrid": _hybrid,
+    "Hybrid, AdamW": lambda named, mode: _hybrid(named, mode, backup="adamw"),
+}
 
 
 def count_steps(rank: int, case: Case) -> Record:
@@ -80,13 +113,13 @@ def count_steps(rank: int, case: Case) -> Record:
         return counted
 
 
-def _count_mismatches(case: Case, steps: _Steps, optimizer: Muon) -> Record:
+def _count_mismatches(case: Case, steps: _Steps, optimizer: Optimizer) -> Record:
     last = dist.get_rank() == case.num_ranks - 1
     overflow = _with_amp([optimizer], overflow=float(last))
-    raised = inject("Muon.step: closure", rank=0, fault=ValueError("of rank 0"))
+    phase = f"{type(optimizer).__name__}.step"
+    raised = inject(f"{phase}: closure", rank=0, fault=ValueError("of rank 0"))
     other_order = _optimizer(replace(case, reverse=last))
-    other_mode = _optimizer(replace(case, mode="approx" if last else "exact"))
-    return {
+    found = {
         "lr differs on one rank": steps.count(
             _other_lr(optimizer, 0.5 if last else 0.25), error=consensus.Disagreement
         ),
@@ -98,10 +131,13 @@ def _count_mismatches(case: Case, steps: _Steps, optimizer: Muon) -> Record:
         "first step, another order on one rank": steps.count_call(
             other_order.step, error=consensus.Disagreement
         ),
-        "first step, another mode on one rank": steps.count_call(
-            other_mode.step, error=consensus.Disagreement
-        ),
     }
+    if case.optimizer == "Muon":
+        other_mode = _optimizer(replace(case, mode="approx" if last else case.mode))
+        found["first step, another mode on one rank"] = steps.count_call(
+            other_mode.step, error=consensus.Disagreement
+        )
+    return found
 
 
 def count_primitives(rank: int) -> Record:
@@ -131,7 +167,7 @@ def count_primitives(rank: int) -> Record:
 class _Steps:
     """Makes steps on all ranks together and says what each communicated."""
 
-    def __init__(self, ledger: Ledger, optimizers: list[Muon]) -> None:
+    def __init__(self, ledger: Ledger, optimizers: list[Optimizer]) -> None:
         self._ledger = ledger
         self._optimizers = optimizers
         self._data_connections: set[str] | None = None
@@ -192,7 +228,8 @@ def _record(ledger: Ledger, error: type[Exception] | None) -> Record:
     for i, (call, words) in enumerate(ledger.control):
         # What follows a row for each rank is text (names, values, tracebacks), and how long that
         # is does not belong to the protocol.
-        text = i > 1 and ledger.control[i - 1][1] > ledger.control[0][1]
+        opening = ledger.control[0][1]
+        text = i > 1 and ledger.control[i - 1][1] > opening != words
         size = None if text else words * BYTES_PER_WORD
         messages.append({"call": call, "words": None if text else words, "bytes": size})
     collectives: dict[str, dict[str, int]] = {}
@@ -219,14 +256,16 @@ def _expect(error: type[Exception], call: Callable[[], object]) -> None:
 # ---- models ----
 
 
-def _optimizer(case: Case) -> Muon:
+def _optimizer(case: Case) -> Any:
     shapes = case.shapes
     if case.layout == "two meshes":  # each pair of ranks holds a first matrix of its own
         shapes = ((8 + 8 * (dist.get_rank() // 2), 8), *shapes[1:])
+    torch.manual_seed(0)  # values decide how long Gefen's blocks are
     model = nn.Sequential(*(nn.Linear(cols, rows, bias=False) for rows, cols in shapes))
     _shard(model, case.layout)
     named = list(model.named_parameters())
-    optimizer = Muon(named[::-1] if case.reverse else named, sharded_mode=case.mode)
+    listed = named[::-1] if case.reverse else named
+    optimizer: Any = OPTIMIZERS[case.optimizer](listed, case.mode)
     if case.bucket_bytes is not None:
         optimizer.bucket_bytes = case.bucket_bytes
     for param in model.parameters():
@@ -259,7 +298,7 @@ def _shard(model: nn.Sequential, layout: Layout) -> None:
 
 
 @contextlib.contextmanager
-def _with_amp(optimizers: list[Muon], *, overflow: float) -> Iterator[None]:
+def _with_amp(optimizers: list[Optimizer], *, overflow: float) -> Iterator[None]:
     """Set what a GradScaler sets, and take it away as it does."""
     for optimizer in optimizers:
         vars(optimizer).update(found_inf=torch.tensor(overflow), grad_scale=torch.tensor(2.0))
@@ -270,7 +309,7 @@ def _with_amp(optimizers: list[Muon], *, overflow: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _other_lr(optimizer: Muon, lr: float) -> Iterator[None]:
+def _other_lr(optimizer: Optimizer, lr: float) -> Iterator[None]:
     group = optimizer.param_groups[0]
     before, group["lr"] = group["lr"], lr
     yield
@@ -278,7 +317,7 @@ def _other_lr(optimizer: Muon, lr: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_gradient(optimizer: Muon) -> Iterator[None]:
+def _without_gradient(optimizer: Optimizer) -> Iterator[None]:
     param: Tensor = optimizer.param_groups[0]["params"][-1]
     grad, param.grad = param.grad, None
     yield
