@@ -32,11 +32,11 @@ class _Pending:
     members: list[Member]
     grads: list[Tensor]  # this rank's parts, unscaled
     moments: list[dict[str, Tensor]]  # as they stand in the state, or zeros
+    options: dict[str, Any]  # as torch's function wants them
     states: Any  # of the optimizer
 
     def commit(self) -> None:
         """Let torch write parameters and state."""
-        group = self.members[0].group
         for member, moments in zip(self.members, self.moments, strict=True):
             self.states[member.param].update(moments)
         adamw(
@@ -48,12 +48,8 @@ class _Pending:
             [each["step"] for each in self.moments],
             has_complex=any(member.param.is_complex() for member in self.members),
             amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
             maximize=False,
+            **self.options,
         )
         for member in self.members:
             was_written(member.param)
@@ -85,10 +81,17 @@ class AdamWRule(Rule):
                 some,
                 [gradient_of(member, inv_scale) for member in some],
                 [_moments(owner, member) for member in some],
+                _options(some[0].group),
                 owner.state,
             )
             for some in by_group.values()
         ]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    names = ("lr", "weight_decay", "eps")
+    return {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in names}}
 
 
 def _moments(owner: Owner, member: Member) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from operator import is_
 from typing import Any, ClassVar, TypeAlias, overload
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, optimizer
 
 import consensus
@@ -158,6 +159,8 @@ class VotingOptimizer(Optimizer, ABC):
             group = self.param_groups[-1]
             rule = self._rule_of(group)
             check_options(group, rule.options, f"parameter group {len(self.param_groups) - 1}")
+            if len(set(map(id, group["params"]))) < len(group["params"]):
+                raise ValueError("a parameter is listed twice in a group; list it once")
             with torch.no_grad():
                 for member in self._members():
                     if member.group is group:
@@ -184,6 +187,7 @@ class VotingOptimizer(Optimizer, ABC):
         """Make the next step read the parameters, and the state, anew."""
         self._known = _Known()
         self._state_is_checked = False
+        self._has_state: tuple[int, dict[tuple[int, ...], str]] = (-1, {})
         rules = {id(rule): rule for rule in map(self._rule_of, self.param_groups)}
         self.casts_votes = any(rule.meets_ranks for rule in rules.values())
         # True makes GradScaler hand the overflow over to the step, so that ranks agree on it.
@@ -215,6 +219,22 @@ class VotingOptimizer(Optimizer, ABC):
         self._known = _Known(made_of, by_rule, to_check)
         return self._known
 
+    def _which_have_state(self) -> dict[tuple[int, ...], str]:
+        """Return, for the ranks of each mesh, which of their parameters have been stepped."""
+        # How many have is enough to see when to look again: entries come, or all are lost.
+        if self._has_state[0] != len(self.state) and self.casts_votes:
+            by_mesh: dict[tuple[int, ...], list[str]] = {}
+            ranks_of: dict[int, tuple[int, ...]] = {}
+            for member in self._members():
+                if isinstance(member.param, DTensor) and spans_ranks(member.param):
+                    mesh = member.param.device_mesh
+                    if id(mesh) not in ranks_of:
+                        ranks_of[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))
+                    has_some = "1" if self.state.get(member.param) else "0"
+                    by_mesh.setdefault(ranks_of[id(mesh)], []).append(has_some)
+            self._has_state = len(self.state), {k: "".join(v) for k, v in sorted(by_mesh.items())}
+        return self._has_state[1]
+
     # ---- one step ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -237,6 +257,8 @@ class VotingOptimizer(Optimizer, ABC):
                     rule.check_state(self, member)
             rule.vote(self, members, vote)
         self._state_is_checked = True
+        for ranks, which in self._which_have_state().items():
+            vote.same("state", which, ranks=ranks)
 
     def _prepare(self, vote: consensus.preflight) -> bool:
         """Get ready for the update that all ranks agreed to make; return whether to make it."""

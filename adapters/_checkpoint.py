@@ -8,10 +8,9 @@ A state dict is torch's, with three additions::
     }
 
 The codebook stands in the groups, next to the indices that it decodes and where every tool that
-handles state dicts of torch keeps it. State of a sharded parameter is this rank's, as DTensors, so
-that no tool takes one rank's for another's: indices lie as the parameter does, everything else is
-one row for each part of the parameter. A state dict without DTensors holds whole tensors, and can
-be loaded into sharded parameters too: each rank takes its part.
+handles state dicts of torch keeps it. State of a sharded parameter is this rank's, as DTensors; see
+[Note: rows] in ``_rows``. A state dict without DTensors holds whole tensors, and can be loaded into
+sharded parameters too: each rank takes its part.
 
 [Note: stage, then publish]
     Loading checks everything, and makes everything that the optimizer will hold, before anything
@@ -29,14 +28,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
+from adapters._dense_state import (
+    ALL_ROWS,
+    OWN_ROWS,
+    dense_entry,
+    is_alone,
+    row_key,
+    with_place_for_rows,
+)
 from adapters._legacy import from_gefen_x, is_gefen_x
-from adapters._momenta import Momenta, digest, digest_of
-from adapters._rules import Member, Rule, local
+from adapters._momenta import digest, digest_of
+from adapters._muon_rule import MuonRule
+from adapters._rows import ORIGIN, Origin, as_param, as_row, is_cut, own_part, own_row
+from adapters._rules import Member, Rule, local, spans_ranks
 from adapters._shards import read_shards
 from adapters._state import FORMAT, RECORD, Entry, Kind, Record, kinds_of, parse
 from adapters.options import check_options
+
+# What Muon's state never has, and what the state of other rules never has.
+_FOREIGN = {True: {"vmean", "v_row", "v_col"}, False: {ALL_ROWS, OWN_ROWS}}
 
 # ---- packing ----
 
@@ -51,13 +63,14 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for member, group in zip(
         members, _group_of_each(state_dict["param_groups"], len(members)), strict=True
     ):
-        momenta = optimizer._rule_of(member.group).momenta
-        if momenta is None:
-            continue
-        group[RECORD] = {"format": FORMAT, **momenta.record()}
+        rule = optimizer._rule_of(member.group)
+        record = None if rule.momenta is None else rule.momenta.record()
+        if record is not None:
+            group[RECORD] = {"format": FORMAT, **record}
         entry = state_dict["state"].get(member.position)
         if entry and isinstance(member.param, DTensor):
-            state_dict["state"][member.position] = _pack_entry(entry, member, momenta)
+            levels = None if record is None else record["codebook"]
+            state_dict["state"][member.position] = _pack_entry(entry, rule, levels, member)
 
 
 def _group_of_each(groups: Sequence[dict[str, Any]], total: int) -> list[dict[str, Any]]:
@@ -67,45 +80,35 @@ def _group_of_each(groups: Sequence[dict[str, Any]], total: int) -> list[dict[st
     return found
 
 
-def _pack_entry(entry: Mapping[str, Any], member: Member, momenta: Momenta) -> dict[str, Any]:
-    shards = read_shards(member.param, name=member.name, alone=momenta.alone)
-    kinds = kinds_of(shards, entry["automatic_period"])
-    return {
-        key: _as_row(value, key, kinds[key], member.param, momenta.alone)
-        if isinstance(value, Tensor)
-        else value
-        for key, value in entry.items()
-    }
-
-
-def _as_row(value: Tensor, key: str, kind: Kind, param: Tensor, alone: bool) -> DTensor:
-    """Return this rank's part of a state tensor as a DTensor on the mesh of its parameter."""
+def _pack_entry(
+    entry: Mapping[str, Any], rule: Rule, levels: Tensor | None, member: Member
+) -> dict[str, Any]:
+    param = member.param
     if not isinstance(param, DTensor):
         raise AssertionError("plain parameters have plain state")
-    if key == "m_codebook":
-        return DTensor.from_local(
-            value,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-    # A rank that learns alone knows nothing of the others' blocks, but they have elements.
-    width = _largest_part(param) if alone else max(kind.lengths())
-    row = value.new_zeros(1, max(width, value.numel()))
-    row[0, : value.numel()] = value.flatten()
-    placements = [Replicate() if p.is_replicate() else Shard(0) for p in param.placements]
-    num_rows = 1
-    for axis, placement in enumerate(placements):
-        num_rows *= 1 if placement.is_replicate() else param.device_mesh.size(axis)
-    shape = torch.Size((num_rows, row.size(1)))
-    return DTensor.from_local(
-        row, param.device_mesh, placements, run_check=False, shape=shape, stride=(row.size(1), 1)
-    )
+    packed = with_place_for_rows(entry, rule, member)
+    entry = packed.copy()
+    if rule.momenta is None:
+        packed[ORIGIN] = Origin.of(param, alone=is_alone(rule)).packed(param)
+        for key in {ALL_ROWS, OWN_ROWS} & set(entry):
+            packed[key] = as_row(entry[key], param, param.size(0))
+        return packed
+    alone, period = rule.momenta.alone, entry["automatic_period"]
+    kinds = kinds_of(read_shards(param, name=member.name, alone=alone), period)
+    for key, value in entry.items():
+        if key == "m_codebook":
+            packed[key] = as_param(value, param)
+        elif isinstance(value, Tensor):
+            packed[key] = as_row(value, param, _width(kinds[key], param, alone=alone))
+    digest = "" if levels is None else digest_of(levels)
+    origin = Origin.of(param, alone=alone, period=period, digest=digest)
+    return {**packed, ORIGIN: origin.packed(param)}
 
 
-def _largest_part(param: DTensor) -> int:
+def _width(kind: Kind, param: DTensor, *, alone: bool) -> int:
+    if not alone:
+        return max(kind.lengths())
+    # A rank that learns alone knows nothing of the others' blocks, but has their sizes.
     shards = read_shards(param, name="")
     return max(max(part.numel for part in shards.parts), sum(param.shape))
 
@@ -119,30 +122,40 @@ class Staged:
 
     state: dict[Any, Any]
     groups: list[dict[str, Any]]
-    records: tuple[Record | None, ...]  # of its rules
+    rules: tuple[Rule, ...]
+    records: tuple[Record | None, ...]  # of the rules
 
     def common(self) -> list[Any]:
         """Return what must be equal on all ranks."""
-        return [
-            None
-            if record is None
-            else [record.codebook is not None and digest_of(record.codebook), record.global_step]
-            for record in self.records
-        ]
+        found: list[Any] = []
+        for rule, record in zip(self.rules, self.records, strict=True):
+            if record is not None:
+                learned = record.codebook is not None and digest_of(record.codebook)
+                # Ranks that learn alone have codebooks of their own.
+                found.append([None if is_alone(rule) else learned, record.global_step])
+        return found
 
     def by_mesh(self) -> dict[tuple[int, ...], str]:
         """Return, for the ranks of each mesh, what must be equal on them."""
         # Which counters and moments there are, and how old they are.
         texts: dict[tuple[int, ...], list[str]] = {}
         for i, group in enumerate(self.groups):
+            rule = next(rule for rule in self.rules if rule.owns(group))
             for j, param in enumerate(group["params"]):
-                if isinstance(param, DTensor) and param.device_mesh.size() > 1:
+                if spans_ranks(param) and not is_alone(rule):
                     ranks = tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-                    entry = self.state.get(param, {})
-                    counters = [f"{k}={v}" for k, v in sorted(entry.items()) if type(v) is int]
-                    keys = ",".join(sorted(map(str, entry)))
-                    texts.setdefault(ranks, []).append(f"{i}.{j} {keys} {counters}")
+                    text = f"{i}.{j} {_facts(self.state.get(param, {}))}"
+                    texts.setdefault(ranks, []).append(text)
         return {ranks: digest("\n".join(lines)) for ranks, lines in sorted(texts.items())}
+
+
+def _facts(entry: Mapping[str, Any]) -> list[str]:
+    # Ranks without elements of a matrix orthogonalise nothing, and so have no moment of its rows.
+    return [
+        f"{key}={float(value)}" if isinstance(value, int) or key == "step" else str(key)
+        for key, value in sorted(entry.items())
+        if not str(key).startswith("normuon_")
+    ]
 
 
 def stage(optimizer: Any, state_dict: Mapping[str, Any]) -> Staged:
@@ -154,8 +167,10 @@ def stage(optimizer: Any, state_dict: Mapping[str, Any]) -> Staged:
     Collectives:
         None.
     """
-    if is_gefen_x(state_dict):
+    is_imported = is_gefen_x(state_dict)
+    if is_imported:
         state_dict = from_gefen_x(state_dict)
+    _check_form(state_dict)
     saved = deepcopy(list(state_dict["param_groups"]))
     _check_groups(optimizer.param_groups, saved)
     found: dict[Rule, list[tuple[str, Any]]] = {rule: [] for rule in optimizer._rules}
@@ -163,7 +178,10 @@ def stage(optimizer: Any, state_dict: Mapping[str, Any]) -> Staged:
         rule = optimizer._rule_of(group)
         found[rule].append((f"parameter group {i}", new.pop(RECORD, None)))
         if rule is not optimizer._rule_of({**group, **new}):
-            raise ValueError(f"parameter group {i} was of the other half when it was saved")
+            raise ValueError(
+                f"parameter group {i} was of the other half when it was saved; build the "
+                "optimizer so that the same parameters go to Muon"
+            )
         check_options(new, rule.options, f"parameter group {i}")
         for key, value in group.items():  # torch keeps what an old checkpoint does not know
             new.setdefault(key, value)
@@ -178,9 +196,39 @@ def stage(optimizer: Any, state_dict: Mapping[str, Any]) -> Staged:
                 rule = optimizer._rule_of(member.group)
                 entry = state_dict["state"][key]
                 state[member.param] = _entry(rule, by_rule[rule], member, entry)
+    if is_imported:
+        for group in saved:
+            _keep_form_of_moments(group, state)
+    # As in torch, a user's own values may stand beside the state of parameters.
     known = set(ids)
-    state.update({k: v for k, v in state_dict["state"].items() if k not in known})
-    return Staged(state, saved, records)
+    state.update({k: deepcopy(v) for k, v in state_dict["state"].items() if k not in known})
+    return Staged(state, saved, optimizer._rules, records)
+
+
+def _keep_form_of_moments(group: dict[str, Any], state: Mapping[Any, Any]) -> None:
+    """Let matrices go on with what they have: gefen-x does not save how it was told to start."""
+    matrices = [param for param in group["params"] if param.ndim == 2]
+    moments = {key for param in matrices for key in state.get(param, {})}
+    if "factored_v_2d" in group and not moments.isdisjoint({"vmean", "v_row"}):
+        group["factored_v_2d"] = "v_row" in moments
+
+
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    for key, kind in (("state", Mapping), ("param_groups", Sequence)):
+        if not isinstance(state_dict.get(key), kind):
+            raise ValueError(
+                f'the state dict has no "{key}"; expected what state_dict() of an optimizer '
+                f"returns, got the keys {sorted(map(str, state_dict))}"
+            )
+    for i, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), Sequence):
+            raise ValueError(f'parameter group {i} has no "params"; the state dict is damaged')
+    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    if len(ids) != len(set(ids)):
+        raise ValueError("the state dict lists a parameter twice; it is damaged")
+    lost = [key for key in state_dict["state"] if isinstance(key, int) and key not in ids]
+    if lost:
+        raise ValueError(f"the state dict has state of {lost}, which none of its groups lists")
 
 
 def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
@@ -194,8 +242,13 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[dict[str,
         names, saved_names = group.get("param_names"), new.get("param_names")
         if not names or not saved_names:
             continue
+        if len(names) != len(saved_names):
+            raise ValueError(
+                f"parameter group {i} of the state dict has {len(saved_names)} names for "
+                f"{len(names)} parameters; it is damaged"
+            )
         for mine, its in zip(names, saved_names, strict=True):
-            if mine.lower() != its.lower():
+            if mine.lower() != str(its).lower():
                 raise ValueError(
                     f"parameter group {i} has {mine} where the state dict has {its}; list "
                     "parameters in the order in which they were saved"
@@ -239,24 +292,47 @@ def _same_record(one: Record, other: Record) -> bool:
 
 
 def _entry(rule: Rule, record: Record | None, member: Member, saved: Any) -> dict[str, Any]:
-    if rule.momenta is None or record is None:
-        return {key: _cast(key, value, member.param) for key, value in saved.items()}
-    where = f"the state of {member.name}"
+    where, param = f"the state of {member.name}", member.param
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"{where} is a {type(saved).__name__}; expected a dict")
     if not saved:
         return {}
-    entry: Entry = parse(Entry, dict(saved), where)
+    saved, origin = dict(saved), saved.get(ORIGIN)
+    saved.pop(ORIGIN, None)
+    if not local(param).numel():
+        saved = {key: value for key, value in saved.items() if not key.startswith("normuon_")}
+    if rule.momenta is None or record is None:
+        return dense_entry(rule, member, saved, origin)
+    alone = rule.momenta.alone
+    entry: Entry = parse(Entry, saved, where)
     if entry.m_codebook is not None and record.codebook is None:
         raise ValueError(
             f"{where} has indices, but there is no codebook to read them with; the state dict is "
             "incomplete"
         )
-    shards = read_shards(member.param, name=member.name, alone=rule.momenta.alone)
+    if origin is not None or any(isinstance(value, DTensor) for value in saved.values()):
+        book = "" if record.codebook is None else digest_of(record.codebook)
+        mine = Origin.of(param, alone=alone, period=entry.automatic_period, digest=book)
+        mine.check(origin, param, where)
+    elif alone and is_cut(param):
+        raise ValueError(
+            f'{where} is that of the whole parameter. With sharded_mode "approx" each rank has '
+            "blocks of its own, so only what this mode saved on the same ranks can be loaded; "
+            '"exact" can load it.'
+        )
+    shards = read_shards(param, name=member.name, alone=alone)
     numel = sum(part.numel for part in shards.parts)
     if numel % entry.automatic_period:
         raise ValueError(
             f"{where}: blocks of {entry.automatic_period} elements do not divide a parameter of "
             f"{numel}"
         )
+    foreign = _FOREIGN[isinstance(rule, MuonRule)] & set(saved)
+    if foreign:
+        raise ValueError(f"{where} has {sorted(foreign)}; another optimizer has saved it")
+    has_second = entry.vmean is not None or entry.v_row is not None
+    if entry.m_codebook is not None and not has_second and not isinstance(rule, MuonRule):
+        raise ValueError(f"{where} has no second moment; another optimizer has saved it")
     kinds = kinds_of(shards, entry.automatic_period)
     staged: dict[str, Any] = {}
     for key in saved:
@@ -264,43 +340,35 @@ def _entry(rule: Rule, record: Record | None, member: Member, saved: Any) -> dic
         if isinstance(value, Tensor):
             if key not in kinds:
                 raise ValueError(f"{where}: only matrices have {key}")
-            value = _own_part(value, kinds[key], member.param, f"{where}, {key}")
+            value = _quantised_part(value, key, kinds[key], param, f"{where}, {key}", alone=alone)
             _check_values(value, key, where)
+            if key in (ALL_ROWS, OWN_ROWS):
+                saved_as, key = key, row_key(rule, key, param, f"{where}, {key}")
+                if saved_as != key:
+                    value = kinds[key].take(value.flatten()).view(kinds[key].shape).clone()
         if value is not None:
             staged[key] = value
     return staged
 
 
-def _own_part(value: Tensor, kind: Kind, param: Tensor, where: str) -> Tensor:
-    """Return this rank's part of a saved tensor, from its own row or from the whole."""
-    device = local(param).device
-    numel = math.prod(kind.shape)
+def _quantised_part(
+    value: Tensor, key: str, kind: Kind, param: Tensor, where: str, *, alone: bool
+) -> Tensor:
+    """Return this rank's part of a saved tensor, from its own or from the whole."""
     if isinstance(value, DTensor):
-        same = isinstance(param, DTensor) and value.device_mesh == param.device_mesh
-        if not same:
-            raise ValueError(
-                f"{where} was saved on {value.device_mesh} {value.placements}; load it into a "
-                "parameter on the same mesh"
-            )
-        row = value.to_local()
-        if row.shape != kind.shape:  # not indices, which lie as their parameter
-            if row.dim() != 2 or row.size(0) != 1 or row.size(1) < numel:
-                raise ValueError(
-                    f"{where} has shape {tuple(row.shape)} on this rank; expected 1 row of at "
-                    f"least {numel}. It was saved with other shards: use the same mesh and "
-                    "placements, or a state dict of whole tensors."
-                )
-            row = row[0, :numel]
-    elif value.numel() == kind.length:
-        row = kind.take(value.flatten())
-    elif value.shape == kind.shape or (value.numel() == numel and not isinstance(param, DTensor)):
-        row = value
+        if key == "m_codebook" or not isinstance(param, DTensor):
+            part = own_part(value, param, where)
+        else:
+            width = _width(kind, param, alone=alone)
+            part = own_row(value, math.prod(kind.shape), width, param, where)
+    elif kind.is_whole(value):
+        part = kind.take(value.flatten())
     else:
         raise ValueError(
-            f"{where} has {value.numel()} elements; expected the {kind.length} of the whole "
+            f"{where} has shape {tuple(value.shape)}; expected {kind.whole}, as of the whole "
             "parameter"
         )
-    return row.reshape(kind.shape).to(device, copy=True)
+    return part.reshape(kind.shape).to(local(param).device, copy=True)
 
 
 def _check_values(value: Tensor, key: str, where: str) -> None:
@@ -309,11 +377,3 @@ def _check_values(value: Tensor, key: str, where: str) -> None:
         raise ValueError(f"{where}, {key} is {value.dtype}; expected {wanted}")
     if wanted == torch.float32 and not bool(((value >= 0) & value.isfinite()).all()):
         raise ValueError(f"{where}, {key} holds values that are negative or not finite")
-
-
-def _cast(key: str, value: Any, param: Tensor) -> Any:
-    """As torch: state has the dtype and the device of its parameter, but for counters."""
-    if not isinstance(value, Tensor) or key == "step":
-        return value
-    dtype = param.dtype if param.is_floating_point() else value.dtype
-    return value.to(dtype=dtype, device=param.device)

@@ -16,7 +16,7 @@ does not depend on how many ranks there are, nor on their order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,13 +49,11 @@ from adapters._reshard import reduce_together
 from adapters._rules import Member, Owner, gradient_of
 from adapters._shards import Shards
 
+_ZEROS = "all gradients are zeros"
+
 
 class NothingToLearn(ValueError):
     """The gradients hold nothing to learn from: they are not finite, or all zeros."""
-
-
-class AllZeros(NothingToLearn):
-    """The gradients of all ranks are zeros."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,40 +112,65 @@ def lesson_of(
     return Lesson(label, momenta, owner.state, samples, wants_codebook=momenta.is_due)
 
 
-def learn(lessons: Sequence[Lesson], owner: Optimizer, *, votes: bool) -> None:
-    """Stage what the lessons want to learn; raise alike on all ranks, or on none.
+def learn(
+    make: Callable[[], Sequence[Lesson]],
+    owner: Optimizer,
+    *,
+    votes: bool,
+    defer_unusable: bool,
+    defer_zeros: bool,
+) -> Sequence[Lesson]:
+    """Stage what an optimizer's rules want to learn; raise alike on all ranks, or on none.
 
     Args:
-        lessons: Of the optimizer's rules; the same ones on all ranks.
+        make: Returns the lessons of the optimizer's rules, in the same order on all ranks.
         owner: The optimizer whose ranks agree.
         votes: Whether it meets other ranks at all.
+        defer_unusable: What to do if a gradient is not finite: return nothing instead of raising.
+            The same on all ranks.
+        defer_zeros: The same if all gradients of a rule are zeros.
+
+    Returns:
+        The lessons, to be committed; nothing if the step is to be skipped, on all ranks.
 
     Raises:
-        NothingToLearn: A gradient is not finite, or all are zeros. In a GroupFailure when
-            several ranks agree.
+        NothingToLearn: See above. In a GroupFailure when several ranks agree.
         consensus.GroupFailure: Something failed on some rank.
 
     Collectives:
         Per stage one agreement and what the module says. Every rank of the optimizer's control
         group must call.
     """
-    _Class(lessons, owner, votes).learn()
+    return _Class(owner, votes, defer_unusable, defer_zeros).learn(make)
 
 
 class _Class:
     """Ranks that learn together."""
 
-    def __init__(self, lessons: Sequence[Lesson], owner: Optimizer, votes: bool) -> None:
-        self._lessons = lessons
-        self._samples = [sample for lesson in lessons for sample in lesson.samples]
+    def __init__(
+        self, owner: Optimizer, votes: bool, defer_unusable: bool, defer_zeros: bool
+    ) -> None:
         self._owner, self._votes = owner, votes
+        self._defer_unusable, self._defer_zeros = defer_unusable, defer_zeros
+        self._lessons: Sequence[Lesson] = ()
+        self._samples: list[Sample] = []
 
-    def learn(self) -> None:
-        self._find_periods()
+    def learn(self, make: Callable[[], Sequence[Lesson]]) -> Sequence[Lesson]:
+        with self._together("from its gradients"):
+            self._lessons = make()
+            self._samples = [sample for lesson in self._lessons for sample in lesson.samples]
+            squares = [largest_square(sample.grad)[None] for sample in self._samples]
+            problem = self._problem(squares)
+            shared = [s.shards.over_mesh(v) for s, v in zip(self._samples, squares, strict=True)]
+        if (self._defer_unusable or self._defer_zeros) and self._any(bool(problem)):
+            return ()
+        self._find_periods(reduce_together(shared, "max"))
         if self._votes:
             self._tell_copies_apart()
-        if any(lesson.wants_codebook for lesson in self._lessons):
-            self._learn_codebooks(self._complete_blocks())
+        wants_codebook = any(lesson.wants_codebook for lesson in self._lessons)
+        if wants_codebook and not self._learn_codebooks(self._complete_blocks()):
+            return ()
+        return self._lessons
 
     def _together(self, what: str) -> AbstractContextManager[consensus.fail_together | None]:
         """Fail on all ranks if the block fails on one."""
@@ -155,29 +178,48 @@ class _Class:
             return nullcontext()
         return consensus.fail_together(f"{type(self._owner).__name__} learns {what}", self._owner)
 
+    def _any(self, flag: bool) -> bool:
+        return consensus.any_failed(flag, self._owner) if self._votes else flag
+
+    def _problem(self, squares: Sequence[Tensor]) -> str:
+        """Return what this rank cannot learn from, if it is to be skipped.
+
+        Raises:
+            NothingToLearn: It is not to be skipped.
+        """
+        problem = ""
+        for sample, square in zip(self._samples, squares, strict=True):
+            if not bool(square.isfinite()):
+                problem = (
+                    f"the gradient of {sample.member.name} is not finite, or its square is not"
+                )
+                break
+        defer = self._defer_unusable
+        if not problem:
+            defer = self._defer_zeros
+            by_sample = {id(s): float(v) for s, v in zip(self._samples, squares, strict=True)}
+            for lesson in self._lessons:  # of others' gradients this rank knows nothing yet
+                found = [by_sample[id(sample)] for sample in lesson.samples]
+                if lesson.momenta.alone and lesson.wants_codebook and found and not any(found):
+                    problem = _ZEROS
+        if problem and not defer:
+            raise NothingToLearn(f"{problem}, so no codebook can be learned")
+        return problem
+
     # ---- periods ----
 
-    def _find_periods(self) -> None:
-        with self._together("the scale of its gradients"):
-            largest = [largest_square(sample.grad)[None] for sample in self._samples]
-            for sample, square in zip(self._samples, largest, strict=True):
-                if not bool(square.isfinite()):
-                    raise NothingToLearn(
-                        f"the gradient of {sample.member.name} is not finite (or its square is "
-                        "not), so no codebook can be learned from it"
-                    )
-        over_mesh = [s.shards.over_mesh(v) for s, v in zip(self._samples, largest, strict=True)]
-        largest = reduce_together(over_mesh, "max")
+    def _find_periods(self, squares: Sequence[Tensor]) -> None:
         searched = [sample for sample in self._samples if sample.period is None]
-        with self._together("its periods"):
-            for sample, square in zip(self._samples, largest, strict=True):
+        with self._together("how long its blocks are"):
+            for sample, square in zip(self._samples, squares, strict=True):
                 numel = sum(part.numel for part in sample.shards.parts)
                 sample.exponent = choose_exponent(float(square), numel)
-            sums = [_period_sums(sample) for sample in searched]
-        over_mesh = [s.shards.over_mesh(v) for s, v in zip(searched, sums, strict=True)]
-        for sample, total in zip(searched, reduce_together(over_mesh, "sum"), strict=True):
-            assert sample.search is not None
-            sample.period = period_of(sample.search, total, sample.exponent)
+            shared = [sample.shards.over_mesh(_period_sums(sample)) for sample in searched]
+        totals = reduce_together(shared, "sum")
+        with self._together("its periods"):
+            for sample, total in zip(searched, totals, strict=True):
+                assert sample.search is not None
+                sample.period = period_of(sample.search, total, sample.exponent)
 
     def _tell_copies_apart(self) -> None:
         """Let plain parameters that several ranks hold count once, with one period.
@@ -238,24 +280,30 @@ class _Class:
         )
         return found
 
-    def _learn_codebooks(self, blocks: list[tuple[Grid, Tensor]]) -> None:
+    def _learn_codebooks(self, blocks: list[tuple[Grid, Tensor]]) -> bool:
+        """Stage the codebooks; return False if the step is to be skipped instead."""
         by_sample = dict(zip(map(id, self._samples), blocks, strict=True))
         wanted = [lesson for lesson in self._lessons if lesson.wants_codebook]
         together = [lesson for lesson in wanted if self._votes and not lesson.momenta.alone]
         with self._together("its histogram"):
             counts = {id(lesson): _histogram(lesson, by_sample) for lesson in wanted}
+            ours = [counts[id(lesson)] for lesson in together]
         if together:
-            summed = self._sum(
-                torch.cat([counts[id(lesson)] for lesson in together]).cpu(), "histogram"
-            )
+            summed = self._sum(torch.cat(ours).cpu(), "histogram")
             parts = torch.split(torch.tensor(summed), NUM_BINS)
             counts |= {id(each): part for each, part in zip(together, parts, strict=True)}
         with self._together("its codebook") as last:
-            for lesson in wanted:
+            # A half without any gradient has nothing to count; it learns when it has.
+            some = [lesson for lesson in wanted if int(counts[id(lesson)].sum())]
+            zeros = any(is_degenerate(counts[id(lesson)]) for lesson in some)
+            if zeros and not self._defer_zeros:
+                raise NothingToLearn(f"{_ZEROS}, so no codebook can be learned")
+            for lesson in some if not zeros else ():
                 _solve(lesson, counts[id(lesson)])
             if last is not None:
                 digests = [digest_of(each.codebook.levels) for each in together if each.codebook]
                 last.same("codebooks learned", digests)
+        return not zeros
 
 
 def _identity(label: str, sample: Sample) -> int:
@@ -284,12 +332,8 @@ def _histogram(lesson: Lesson, blocks: dict[int, tuple[Grid, Tensor]]) -> Tensor
 
 def _solve(lesson: Lesson, counts: Tensor) -> None:
     """Stage the codebook of one rule, and what the indices of all its momenta become."""
-    levels = None if is_degenerate(counts) else learn_levels(counts)
-    if levels is None:
-        raise AllZeros(
-            f"all gradients of {lesson.label or 'the optimizer'} are zeros, so no codebook can be "
-            "learned from them"
-        )
+    levels = learn_levels(counts)
+    assert levels is not None
     lesson.codebook = make_codebook(levels)
     old = lesson.momenta.codebook
     if old is None:

@@ -11,7 +11,7 @@ import torch
 import consensus
 from adapters._base import VotingOptimizer
 from adapters._checkpoint import pack, stage
-from adapters._learning import AllZeros, NothingToLearn, learn, lesson_of
+from adapters._learning import learn, lesson_of
 from adapters._momenta import Momenta
 from adapters._period import PeriodRules
 
@@ -46,8 +46,10 @@ class QuantizedOptimizer(VotingOptimizer):
             momenta.to_learn_from(self, members) for momenta, members, _ in self._learners()
         )
         # May differ by right: a parameter may be new to the ranks of one mesh only. But whether
-        # there is a lesson concerns all that take part in it.
-        vote.range("something to learn", to_learn)
+        # there is a lesson, and whether it is for nothing, concerns all that take part in it.
+        # (A learning rate is read only here: it may be on a device.)
+        moves = to_learn and any(float(group["lr"]) for group in self.param_groups)
+        vote.range("something to learn, and to step", to_learn + moves)
 
     def _learners(self) -> list[tuple[Momenta, Any, str]]:
         by_rule = self._known.by_rule
@@ -61,22 +63,26 @@ class QuantizedOptimizer(VotingOptimizer):
             None in most steps. In the first, when the codebook is refreshed, and when a parameter
             has its first gradient: those of :func:`learn`.
         """
-        if not vote.ranges.maximum[0]:
+        to_learn = vote.ranges.maximum[0]
+        if not to_learn:
             return True
+        # What torch's checkpointing does to see the state of an optimizer that has none.
+        asks_nothing = to_learn == 1
+        defers = self.first_gradient == "defer"
         with torch.no_grad():
-            lessons = [
-                lesson_of(momenta, self, members, vote.inv_scale, label)
-                for momenta, members, label in self._learners()
-            ]
-            try:
-                learn(lessons, self, votes=self.casts_votes)
-            except Exception as error:
-                if self._may_defer(error):
-                    return False
-                raise
+            lessons = learn(
+                lambda: [
+                    lesson_of(momenta, self, members, vote.inv_scale, label)
+                    for momenta, members, label in self._learners()
+                ],
+                self,
+                votes=self.casts_votes,
+                defer_unusable=defers,
+                defer_zeros=defers or asks_nothing,
+            )
             for lesson in lessons:
                 lesson.commit()
-        return True
+        return bool(lessons)
 
     # ---- state dicts ----
 
@@ -128,18 +134,6 @@ class QuantizedOptimizer(VotingOptimizer):
         if not self.casts_votes:
             return nullcontext()
         return consensus.fail_together(phase, self)
-
-    def _may_defer(self, error: Exception) -> bool:
-        """Whether the step is to be skipped: the same on all ranks, as the error is."""
-        if isinstance(error, consensus.GroupFailure):
-            kinds = {kind for failure in error.failures for kind in (failure.type_name,)}
-        else:
-            kinds = {type(error).__name__}
-        if self.first_gradient == "defer":
-            return kinds <= {NothingToLearn.__name__, AllZeros.__name__}
-        # What torch's checkpointing does to see the state of an optimizer that has none.
-        asks_nothing = all(float(group["lr"]) == 0 for group in self.param_groups)
-        return asks_nothing and kinds <= {AllZeros.__name__}
 
 
 def check_first_gradient(value: str) -> FirstGradient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -36,7 +37,10 @@ class Record(_Schema):
     @model_validator(mode="after")
     def _check(self) -> Record:
         if self.codebook is not None:
-            check_levels(self.codebook)
+            try:
+                check_levels(self.codebook)
+            except TypeError as error:  # pydantic lets it through
+                raise ValueError(f"codebook: {error}") from None
         return self
 
 
@@ -44,7 +48,7 @@ class Entry(_Schema):
     """What belongs to one parameter with a quantised momentum."""
 
     automatic_period: int = Field(ge=1)
-    step: int = Field(default=0, ge=0)
+    step: int | None = Field(default=None, ge=0)
     m_codebook: Tensor | None = None
     m_magnitude: Tensor | None = None
     vmean: Tensor | None = None
@@ -53,6 +57,7 @@ class Entry(_Schema):
     v_col: Tensor | None = None
     factored_step: int | None = Field(default=None, ge=0)
     normuon_v: Tensor | None = None
+    normuon_rows: Tensor | None = None  # the same, of this rank's rows
     normuon_step: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
@@ -61,26 +66,41 @@ class Entry(_Schema):
             raise ValueError("m_codebook and m_magnitude belong together; one is missing")
         if (self.v_row is None) != (self.v_col is None):
             raise ValueError("v_row and v_col belong together; one is missing")
-        for counter, moment in _COUNTED.items():
-            if getattr(self, counter) is not None and getattr(self, moment) is None:
+        if self.m_codebook is not None and self.step is None:
+            raise ValueError("step, which counts the steps of m_codebook, is missing")
+        for moment, counter in _COUNTED.items():
+            if getattr(self, moment) is not None and self.m_codebook is None:
+                raise ValueError(f"{moment} belongs to m_codebook, which is missing")
+            of = [key for key, its in _COUNTED.items() if its == counter]
+            if getattr(self, counter) is not None and all(getattr(self, key) is None for key in of):
                 raise ValueError(f"{counter} counts the steps of {moment}, which is missing")
-        if self.normuon_v is not None and self.normuon_step is None:
-            raise ValueError("normuon_step, which counts the steps of normuon_v, is missing")
+        rows = [key for key in ("normuon_v", "normuon_rows") if getattr(self, key) is not None]
+        if rows and self.normuon_step is None:
+            raise ValueError(f"normuon_step, which counts the steps of {rows[0]}, is missing")
         return self
 
 
 # A second moment without its counter is as old as the momentum: early versions had none.
-_COUNTED = {"vmean_step": "vmean", "factored_step": "v_row", "normuon_step": "normuon_v"}
+_COUNTED = {
+    "vmean": "vmean_step",
+    "v_row": "factored_step",
+    "normuon_rows": "normuon_step",
+    "normuon_v": "normuon_step",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One tensor of a parameter's state: how much of it each part of the parameter has."""
 
-    length: int  # of the whole
+    whole: tuple[int, ...]  # its shape in the state of the whole parameter
     lengths: Callable[[], Sequence[int]]  # of each part
     take: Callable[[Tensor], Tensor]  # this rank's part of the whole, given flat
     shape: tuple[int, ...]  # of this rank's part
+
+    def is_whole(self, value: Tensor) -> bool:
+        """Whether a tensor is the whole; indices may be flat, as gefen-x has them."""
+        return tuple(value.shape) in (self.whole, (math.prod(self.whole),))
 
 
 def kinds_of(shards: Shards, period: int) -> dict[str, Kind]:
@@ -102,9 +122,9 @@ def kinds_of(shards: Shards, period: int) -> dict[str, Kind]:
     numels = [part.numel for part in shards.parts]
     box = tuple(length for _, length in shards.box)
     num_whole = sum(numels) // period
-    blocks = Kind(num_whole, num_blocks, of_blocks, (len(blocks_here(own, period)),))
+    blocks = Kind((num_whole,), num_blocks, of_blocks, (len(blocks_here(own, period)),))
     kinds = {
-        "m_codebook": Kind(sum(numels), lambda: numels, indices, box),
+        "m_codebook": Kind(shards.shape, lambda: numels, indices, box),
         "m_magnitude": blocks,
         "vmean": blocks,
     }
@@ -120,13 +140,17 @@ def kinds_of(shards: Shards, period: int) -> dict[str, Kind]:
         parts = shards.parts
         return [part.num_runs if part.distance else part.numel // cols for part in parts]
 
-    def all_of(length: int, shape: tuple[int, ...]) -> Kind:
-        return Kind(length, lambda: [length], lambda whole: whole, shape)
+    def all_of(shape: tuple[int, ...]) -> Kind:
+        return Kind(shape, lambda: [shape[0]], lambda whole: whole, shape)
 
-    kinds["v_row"] = Kind(rows, num_rows_each, rows_here, (num_rows,))
-    kinds["v_col"] = all_of(cols, (cols,))
-    kinds["normuon_v"] = all_of(rows, (rows, 1))
+    kinds["v_row"] = Kind((rows,), num_rows_each, rows_here, (num_rows,))
+    kinds["normuon_rows"] = Kind((rows, 1), num_rows_each, rows_here, (num_rows, 1))
+    kinds["v_col"] = all_of((cols,))
+    kinds["normuon_v"] = all_of((rows, 1))
     return kinds
+
+
+_REASONS = {"missing": "missing", "extra_forbidden": "not known to this version"}
 
 
 def parse(schema: type[_Model], value: Any, where: str) -> _Model:
@@ -141,6 +165,9 @@ def parse(schema: type[_Model], value: Any, where: str) -> _Model:
         texts = []
         for item in error.errors(include_url=False):
             name = ".".join(map(str, item["loc"]))
-            reason = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
+            if item["type"] in _REASONS:
+                reason = _REASONS[item["type"]]
+            else:
+                reason = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
             texts.append(f"{name}: {reason}" if name else reason)
         raise ValueError(f"{where}: {'; '.join(texts)}") from None

@@ -44,7 +44,8 @@ class Gefen(QuantizedOptimizer):
     parameters agree with those of one device to about 1e-6 of their change in a step.
 
     A step writes nothing until all its collectives have returned and all updates are computed,
-    which takes 5 bytes for each element on this rank while the step runs.
+    which takes 5 bytes for each element on this rank while the step runs. (What the first step has
+    learned before it fails there stays learned, on all ranks.)
 
     Args:
         params: Parameters, groups of them, or named parameters.
@@ -59,7 +60,8 @@ class Gefen(QuantizedOptimizer):
         codebook_refresh_every: Learn the codebook anew after this many steps; 0 is never.
         codebook_scope: A process group or mesh of ranks that share the codebook, beside those
             that share parameters; ``"auto"`` is only those. Plain parameters of the same name and
-            shape on several of its ranks are copies and count once.
+            shape on several of its ranks are copies and count once. Groups do not pickle: a copy
+            of the optimizer has ``"auto"``.
         first_gradient: What a step does from whose gradients nothing can be learned (they are not
             finite, or all zeros): ``"raise"``, or ``"defer"`` to skip it on all ranks.
         control_group: The group to agree in. None derives it from the parameters' meshes.

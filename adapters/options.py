@@ -115,7 +115,7 @@ class MuonVariantOptions(MuonOptions):
     @classmethod
     def _check_schedule(cls, value: Any) -> Any:
         known = ("standard", *SCHEDULES)
-        if isinstance(value, str) and value not in known:
+        if value == () or (isinstance(value, str) and value not in known):
             raise ValueError(
                 f"expected one of {known}, a list of coefficient triples or None; got {value!r}"
             )

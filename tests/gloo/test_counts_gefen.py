@@ -160,16 +160,16 @@ BINS = 4096
 @pytest.mark.parametrize(
     ("name", "agreements", "sums"),
     [
-        # The step's own vote, five stages, and two sums: how many plain parameters there are, and
+        # The step's own vote, six stages, and two sums: how many plain parameters there are, and
         # the histograms.
-        ("Gefen", 8, [2, BINS]),
-        ("GefenMuon", 8, [2, BINS]),
-        ("Hybrid, backup Gefen", 8, [2, 2 * BINS]),
-        ("Hybrid, backup AdamW", 8, [2, BINS]),
+        ("Gefen", 9, [2, BINS]),
+        ("GefenMuon", 9, [2, BINS]),
+        ("Hybrid, backup Gefen", 9, [2, 2 * BINS]),
+        ("Hybrid, backup AdamW", 9, [2, BINS]),
         # Two more sums: the names of three plain parameters on each rank, and three periods.
-        ("Hybrid, only Gefen sharded", 10, [2, 6, 3, 2 * BINS]),
-        ("Hybrid, only AdamW sharded", 10, [2, 6, 3, BINS]),
-        ("Hybrid without matrices, Gefen", 8, [2, BINS]),
+        ("Hybrid, only Gefen sharded", 11, [2, 6, 3, 2 * BINS]),
+        ("Hybrid, only AdamW sharded", 11, [2, 6, 3, BINS]),
+        ("Hybrid without matrices, Gefen", 9, [2, BINS]),
         ("Hybrid without matrices, AdamW", 1, []),
     ],
 )

@@ -115,7 +115,6 @@ def outside(rank: int, stage: str) -> tuple[str, list[str]]:
     return met.text, trace(met, "GroupFailure", f"rank 1: MemoryError: {stage}")
 
 
-@pytest.mark.xfail(strict=True, reason="what a rank computes there is outside of any agreement")
 @pytest.mark.parametrize("stage", OUTSIDE)
 def test_a_stage_between_two_agreements_fails_on_all_too(stage: str) -> None:
     (first, wrong), (second, also_wrong) = on_ranks(outside, 2, stage)
@@ -220,10 +219,6 @@ def test_a_rank_that_is_killed_while_it_learns_leaves_nothing_learned(stage: str
 
 # ---- gradients from which nothing can be learned ----
 
-# It looks for the name of the class in a failure that carries the name of its package too.
-UNKNOWN = pytest.mark.xfail(
-    strict=True, reason="the optimizer does not know its own error again when ranks agree on it"
-)
 Spoil = Callable[[int, VotingOptimizer], None]
 
 
@@ -242,7 +237,10 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "NaN": (one_filled(float("nan")), "rank 1: adapters.NothingToLearn: the gradient of"),
     "inf": (one_filled(float("inf")), "rank 1: adapters.NothingToLearn: the gradient of"),
     "too large": (one_filled(1e30), "rank 1: adapters.NothingToLearn: the gradient of"),
-    "zeros": (lambda rank, optimizer: fill(optimizer, 0.0), "ranks 0, 1: adapters.AllZeros"),
+    "zeros": (
+        lambda rank, optimizer: fill(optimizer, 0.0),
+        "ranks 0, 1: adapters.NothingToLearn: all gradients are zeros",
+    ),
 }
 
 
@@ -262,7 +260,7 @@ def spoiled(rank: int, first_gradient: Any) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("first_gradient", ["raise", pytest.param("defer", marks=UNKNOWN)])
+@pytest.mark.parametrize("first_gradient", ["raise", "defer"])
 def test_nothing_is_learned_from_gradients_that_hold_nothing(first_gradient: str) -> None:
     first, second = on_ranks(spoiled, 2, first_gradient)
     assert first == second
@@ -297,7 +295,6 @@ def deferred_then_without_gradients(rank: int) -> str:
     return repr(caught(optimizer.step))
 
 
-@pytest.mark.xfail(strict=True, reason="putting a step off counts as a failure of the group")
 def test_a_step_that_was_put_off_is_no_failure() -> None:
     assert on_ranks(deferred_then_without_gradients, 2) == ("None", "None")
 
@@ -317,7 +314,6 @@ def asks_for_its_state(rank: int) -> tuple[str, list[str]]:
     return error, [repr(then)] if then else pair.differences()
 
 
-@UNKNOWN
 def test_a_step_of_zeros_without_a_learning_rate_learns_nothing_and_says_nothing() -> None:
     assert on_ranks(asks_for_its_state, 2) == (("None", []),) * 2
 

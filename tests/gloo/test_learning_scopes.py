@@ -272,12 +272,11 @@ def state_lost(rank: int) -> tuple[str, bool]:
     return str(error), changes(before, contents(optimizer)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="that is noticed after the vote, so the peer is stranded")
 def test_state_that_is_lost_on_one_rank_stops_all() -> None:
     ranks = run_ranks(state_lost, 2, timeout=LIVENESS_S, group_timeout=3.0)
     first, second = ranks.values()
     assert first == second
-    assert "ranks disagree about periods" in first[0]
+    assert "ranks disagree about" in first[0]
     assert first[1]
 
 
@@ -310,10 +309,6 @@ def test_a_parameter_may_be_new_to_the_ranks_of_one_mesh_only() -> None:
 
 # ---- a half that has nothing to learn from ----
 
-EMPTY = pytest.mark.xfail(
-    strict=True, reason="a half that has no gradient is told that all its gradients are zeros"
-)
-
 
 def empty_half(rank: int, case: str) -> str:
     muon, backup = parameters(MATRICES, whole_world()), parameters(OTHERS, whole_world())
@@ -336,7 +331,6 @@ def empty_half(rank: int, case: str) -> str:
     return str(caught(optimizer.step))
 
 
-@EMPTY
 @pytest.mark.parametrize(
     "case",
     [

@@ -1,30 +1,23 @@
-"""Gefen's updates against reference values, and on shards against the whole."""
+"""Gefen's updates, piece by piece; the optimizers' tests compare them with reference values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from adapters._blocks import Grid, whole_grid
-from adapters._codebook import Codebook, histogram, learn_levels, make_codebook
+from adapters._blocks import whole_grid
 from adapters._gefen_math import (
     apply_,
     average,
     block_maxima,
     block_scale,
-    block_square_sums,
     block_update,
     direction,
     exact_sqrt,
     factored_scale,
-    factored_update,
     from_rows,
     new_momentum,
     quantize,
@@ -32,214 +25,17 @@ from adapters._gefen_math import (
     to_rows,
 )
 from adapters._newton_schulz import (
-    SCHEDULES,
-    adjust_lr,
     count_agreeing,
     mask_opposed,
-    newton_schulz,
     normalize_rows,
 )
-from adapters._period import find_period
 from tests.unit.test_codebook import floats, generator, golden
 from tests.unit.test_period import BOOK, Shards, randn, shards
-
-INPUTS = golden("inputs")["params"]
-NUM_STEPS = 5
-STANDARD = ((3.4445, -4.7750, 2.0315),) * 5
-
-
-def gradient(name: str, step: int) -> Tensor:
-    return floats(INPUTS[name]["grads"][step - 1], INPUTS[name]["shape"])
-
-
-@dataclass
-class Replay:
-    """One parameter with its state, stepped by the functions under test."""
-
-    name: str
-    book: Codebook
-    grid: Grid
-    param: Tensor
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def momentum(self, grad: Tensor, beta: float) -> None:
-        indices = self.state.get("m_codebook", torch.zeros(grad.shape, dtype=torch.uint8))
-        magnitudes = self.state.get("m_magnitude", torch.zeros(self.grid.num_blocks))
-        rows = new_momentum(indices, magnitudes, grad, book=self.book, grid=self.grid, beta=beta)
-        maxima = block_maxima(rows, self.grid)
-        self.state["m_magnitude"] = maxima
-        self.state["m_codebook"] = quantize(rows, maxima, book=self.book, grid=self.grid)
-
-    def averaged(self, key: str, new: Tensor, beta: float) -> Tensor:
-        self.state[key] = average(self.state.get(key, torch.zeros_like(new)), new, beta=beta)
-        return self.state[key]
-
-    def gefen(self, step: int, options: dict[str, Any]) -> None:
-        grad = gradient(self.name, step)
-        beta1, beta2 = options.get("betas", (0.9, 0.999))
-        bias = {
-            "bias1": 1 - beta1**step,
-            "bias2": 1 - beta2**step,
-            "eps": options.get("eps", 1e-8),
-        }
-        self.momentum(grad, beta1)
-        stored = self.state["m_codebook"], self.state["m_magnitude"]
-        where: dict[str, Any] = {"book": self.book, "grid": self.grid, "lr": options["lr"]}
-        if options.get("factored_v_2d", True) and grad.ndim == 2:
-            sums = square_sums(grad)
-            v_row = self.averaged("v_row", sums.by_row / grad.size(1), beta2)
-            v_col = self.averaged("v_col", sums.by_col / grad.size(0), beta2)
-            scale = factored_scale(v_row, v_col, row_mean=v_row.mean(), **bias)
-            update = factored_update(*stored, scale, **where)
-        else:
-            means = block_square_sums(grad, self.grid) / self.grid.period
-            vmean = self.averaged("vmean", means, beta2)
-            update = block_update(*stored, block_scale(vmean, **bias), **where)
-        apply_(self.param, update, decay=1 - options["lr"] * options.get("weight_decay", 0.0))
-
-    def muon(self, step: int, options: dict[str, Any]) -> None:
-        grad = gradient(self.name, step)
-        momentum = options.get("momentum", 0.95)
-        self.momentum(grad, momentum)
-        matrix = direction(
-            self.state["m_codebook"],
-            self.state["m_magnitude"],
-            grad,
-            book=self.book,
-            grid=self.grid,
-            momentum=momentum,
-            nesterov=options.get("nesterov", True),
-        )
-        update = newton_schulz(matrix, SCHEDULES.get(options.get("ns_schedule"), STANDARD))
-        if options.get("normuon", False):
-            old = self.state.get("normuon_v", torch.zeros(grad.size(0), 1))
-            update, self.state["normuon_v"] = normalize_rows(
-                update, old, beta=0.95, bias=1 - 0.95**step, eps=1e-8
-            )
-        if options.get("cautious", False):
-            update = masked(update, grad)
-        lr = options["lr"]
-        self.param.mul_(1 - lr * options.get("weight_decay", 0.1))
-        rate = float(adjust_lr(lr, options.get("adjust_lr_fn"), grad.shape))
-        self.param.add_(update, alpha=-rate)
 
 
 def masked(update: Tensor, grad: Tensor) -> Tensor:
     num_agreeing = count_agreeing(update, grad)
     return mask_opposed(update, grad, num_agreeing=num_agreeing, numel=grad.numel())
-
-
-@cache
-def learned(names: tuple[str, ...], one_for_1d: bool = False) -> tuple[Codebook, dict[str, Grid]]:
-    """The codebook and the grids that the first gradients give."""
-    grids = {}
-    counts = []
-    for name in names:
-        grad = gradient(name, 1)
-        is_one = grad.numel() == 1 or (one_for_1d and grad.ndim == 1)
-        grids[name] = whole_grid(grad.numel(), 1 if is_one else find_period(grad))
-        rows = to_rows(grad, grids[name])
-        counts.append(histogram(rows, block_maxima(rows, grids[name])[:, None]))
-    levels = learn_levels(torch.stack(counts).sum(0))
-    assert levels is not None
-    return make_codebook(levels), grids
-
-
-def replays(names: Sequence[str], one_for_1d: bool = False) -> list[Replay]:
-    book, grids = learned(tuple(names), one_for_1d)
-    params = {name: floats(INPUTS[name]["init"], INPUTS[name]["shape"]) for name in names}
-    return [Replay(name, book, grids[name], params[name]) for name in names]
-
-
-def stored(entry: dict[str, Any]) -> Tensor:
-    if "hex" in entry:
-        return floats(entry["hex"], entry["shape"])
-    return torch.tensor(entry["ints"], dtype=torch.uint8).view(entry["shape"])
-
-
-def assert_state(each: Replay, expected: dict[str, Any], *, inexact: Sequence[str] = ()) -> None:
-    assert each.grid.period == expected["automatic_period"]
-    for key, value in each.state.items():
-        wanted = stored(expected[key])
-        if key in inexact:
-            torch.testing.assert_close(value, wanted, rtol=0.02, atol=0)
-        else:
-            assert torch.equal(value.view(wanted.shape), wanted), f"{each.name}: {key}"
-
-
-def cases(name: str) -> list[Any]:
-    found = golden(name)["cases"]
-    return [pytest.param(found[case], id=f"{name}-{case}") for case in found]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases("gefen_block") + cases("gefen_factored"))
-def test_gefen_is_the_reference(case: dict[str, Any]) -> None:
-    params = replays(case["param_order"])
-    for step in range(1, NUM_STEPS + 1):
-        for each in params:
-            each.gefen(step, case["kwargs"])
-        expected = case.get(f"after_{step}", {})
-        for each in params if expected else ():
-            assert torch.equal(each.book.levels, floats(expected["codebook"]["Gefen0"]))
-            assert_state(each, expected["state"][each.name])
-            wanted = floats(expected["params"][each.name], each.param.shape)
-            if "v_row" in each.state:
-                # Made with MKL's root, which rounds what is close to a tie in its own way.
-                assert (each.param != wanted).sum() <= 2
-                torch.testing.assert_close(each.param, wanted, rtol=2**-22, atol=2**-28)
-            else:
-                assert torch.equal(each.param, wanted), each.name
-
-
-def assert_muon(each: Replay, expected: dict[str, Any], *, step: int, lr: float) -> None:
-    assert_state(each, expected["state"][each.name], inexact=["normuon_v"])
-    wanted = floats(expected["params"][each.name], each.param.shape)
-    # Products of bfloat16 matrices differ between CPUs: two units in the last place an update.
-    ratio = float(adjust_lr(lr, "match_rms_adamw", each.param.shape))
-    atol = 2 * 2**-7 * max(lr, ratio) * step
-    torch.testing.assert_close(each.param, wanted, rtol=0, atol=atol)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases("muon_exact"))
-def test_gefen_muon_is_the_reference(case: dict[str, Any]) -> None:
-    params = replays(case["param_order"])
-    for step in range(1, NUM_STEPS + 1):
-        for each in params:
-            each.muon(step, case["kwargs"])
-            expected = case.get(f"after_{step}")
-            if expected:
-                assert_muon(each, expected, step=step, lr=case["kwargs"]["lr"])
-
-
-HYBRID_MUON = {"ns_schedule": "tuned3", "adjust_lr_fn": "match_rms_adamw", "normuon": True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases("hybrid"))
-def test_both_halves_of_the_hybrid_are_the_reference(case: dict[str, Any]) -> None:
-    options = case["kwargs"]
-    decay = options.get("weight_decay", 0.0)
-    lr, backup_lr = options["lr"], options.get("backup_lr", options["lr"])
-    muon = {**HYBRID_MUON, "lr": lr, "weight_decay": options.get("muon_weight_decay", decay)}
-    backup: list[Replay] = []
-    if options.get("backup_optimizer") != "adamw":
-        backup = replays(case["split"]["backup"], options.get("backup_1d_period_one", False))
-    matrices = replays(case["split"]["muon"])
-    for step in range(1, NUM_STEPS + 1):
-        for each in matrices:
-            each.muon(step, muon)
-        for each in backup:
-            exempt = any(part in each.name for part in options.get("no_decay_substrings", ()))
-            own = 0.0 if exempt else options.get("backup_weight_decay", decay)
-            each.gefen(step, {"lr": backup_lr, "weight_decay": own, "factored_v_2d": False})
-        expected = case.get(f"after_{step}", {})
-        for each in matrices if expected else ():
-            assert_muon(each, expected, step=step, lr=lr)
-        for each in backup if expected else ():
-            assert_state(each, expected["state"][each.name])
-            assert torch.equal(each.param.flatten(), floats(expected["params"][each.name]))
 
 
 def test_masking_is_the_reference() -> None:
