@@ -226,7 +226,8 @@ class VotingOptimizer(Optimizer, ABC):
             by_mesh: dict[tuple[int, ...], list[str]] = {}
             ranks_of: dict[int, tuple[int, ...]] = {}
             for member in self._members():
-                if isinstance(member.param, DTensor) and spans_ranks(member.param):
+                meets_ranks = self._rule_of(member.group).meets_ranks
+                if meets_ranks and isinstance(member.param, DTensor) and spans_ranks(member.param):
                     mesh = member.param.device_mesh
                     if id(mesh) not in ranks_of:
                         ranks_of[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))

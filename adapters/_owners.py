@@ -74,7 +74,8 @@ class Task:
     def from_owner(self, destination: int) -> int:
         """Elements that the owner sends back."""
         part = self.parts[destination]
-        return part.numel + ROWS_AS_ELEMENTS * part.num_rows * self.with_rows
+        rows = part.num_rows if self.with_rows and part.numel else 0
+        return part.numel + ROWS_AS_ELEMENTS * rows
 
 
 @dataclass(frozen=True, slots=True)
