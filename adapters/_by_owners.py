@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
+from adapters._batches import Kind, in_batches
 from adapters._exchange import Courier
 from adapters._owners import Round, Route
 from adapters._rules import Member
@@ -22,6 +23,7 @@ class Work(Protocol):
     member: Member
     update: Tensor | None
     row_moment: Tensor | None
+    kind: Kind | None
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -30,8 +32,11 @@ class Work(Protocol):
     def direction(self) -> Tensor:
         """This rank's part of the matrix to orthogonalise."""
 
-    def orthogonalize(self, matrix: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, update: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The update of the whole matrix, and the new moment of its rows."""
+
+
+Orthogonalize: TypeAlias = Callable[[Sequence[Any], Sequence[Tensor]], list[Tensor]]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -39,6 +44,7 @@ def compute_by_owners(
     rounds: Sequence[tuple[Round, Route]],
     pending: Mapping[int, Any],
     owner: Any,
+    orthogonalize: Orthogonalize,
     *,
     commit_vote: bool,
 ) -> None:
@@ -51,6 +57,7 @@ def compute_by_owners(
         rounds: What travels together; equal on all ranks of each crew.
         pending: Position -> :class:`Work`, of the matrices with a gradient.
         owner: The optimizer, in whose control group ranks agree.
+        orthogonalize: Newton-Schulz of matrices of one kind, or of a single one.
         commit_vote: Whether to agree before anything is written: needed where a rank that is tied
             to others takes no part in some of the exchanges, and so hears nothing in them.
 
@@ -70,7 +77,7 @@ def compute_by_owners(
         courier = Courier(round_, route, first)
         _attempt(errors, lambda: _pack(courier, pending))  # noqa: B023  # called at once
         courier.to_owners(failed=bool(errors))
-        _attempt(errors, lambda: _compute(courier, pending))  # noqa: B023
+        _attempt(errors, lambda: _compute(courier, pending, orthogonalize))  # noqa: B023
         courier.from_owners(failed=bool(errors))
         heard.append(courier.heard)
     failed = any(bool(each) for each in heard)
@@ -112,13 +119,19 @@ def _own_rows(work: Work) -> Tensor:
     return flat
 
 
-def _compute(courier: Courier, pending: Mapping[int, Work]) -> None:
+def _compute(courier: Courier, pending: Mapping[int, Work], orthogonalize: Orthogonalize) -> None:
     # First, where a rank can still tell that it failed: see Courier.views.
     for position, (update, rows) in courier.views().items():
         work = pending[position]
         work.update, work.row_moment = update, rows if len(rows) else None
-    for task, got, sent in courier.route.owned:
-        whole, moment = courier.assemble(task, got)
-        column = None if moment is None else moment[:, None]
-        update, new = pending[task.position].orthogonalize(whole, column)
-        courier.pack_result(sent, update, None if new is None else new[:, 0])
+    owned = courier.route.owned
+    for batch in in_batches([pending[task.position].kind for task, _, _ in owned]):
+        some = [owned[i] for i in batch]
+        works = [pending[task.position] for task, _, _ in some]
+        assembled = [courier.assemble(task, got) for task, got, _ in some]
+        updates = orthogonalize(works, [whole for whole, _ in assembled])
+        for (_, _, sent), work, (_, moment), update in zip(
+            some, works, assembled, updates, strict=True
+        ):
+            finished, new = work.finish(update, None if moment is None else moment[:, None])
+            courier.pack_result(sent, finished, None if new is None else new[:, 0])

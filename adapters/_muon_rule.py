@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
+from adapters._batches import Kind, in_batches, newton_schulz_stacked, stackable
 from adapters._by_owners import compute_by_owners
 from adapters._exchange import joined
 from adapters._newton_schulz import (
@@ -61,6 +62,7 @@ class Pending:
     decay: float | Tensor  # factor for the weights
     alpha: float  # factor for the update
     row_key: str  # of the moment of rows in the state
+    kind: Kind | None  # of matrices that are computed together; None for one by one
     update: Tensor | None = None  # this rank's part, bfloat16; None where that is empty
     # Where rows are normalised: (rows, 1), of the whole matrix; or, where an owner computes, of
     # this rank's rows.
@@ -76,22 +78,21 @@ class Pending:
             nesterov=group["nesterov"],
         )
 
-    def orthogonalize(self, matrix: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Newton-Schulz with this parameter's options; the arguments are not written.
+    def finish(self, update: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Normalise the rows of an orthogonal matrix, if asked for; the arguments are not written.
 
         Args:
-            matrix: The whole matrix.
+            update: The whole matrix, orthogonalised.
             moment: Of all its rows, (rows, 1); None where rows are not normalised, or at first.
 
         Returns:
             The update, bfloat16, and the new moment of its rows.
         """
-        group = self.member.group
-        update = newton_schulz(matrix, schedule_of(group), eps=group["eps"])
         if not self.normalizes_rows:
             return update, None
         if moment is None:
-            moment = matrix.new_zeros(matrix.size(0), 1, dtype=torch.float32)
+            moment = update.new_zeros(update.size(0), 1, dtype=torch.float32)
+        group = self.member.group
         step = self.state.get("normuon_step", 0) + 1
         beta = group["normuon_beta2"]
         return normalize_rows(
@@ -141,6 +142,26 @@ class Pending:
         return buffer
 
 
+def kind_of(member: Member) -> Kind:
+    """Return what a matrix must have in common with others to be computed together."""
+    rows, cols = member.param.shape
+    return Kind((rows, cols), schedule_of(member.group), member.group["eps"])
+
+
+def orthogonalize(works: Sequence[Pending], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Newton-Schulz of whole matrices: of one kind, or a single one. They are not written."""
+    if len(works) > 1:
+        kind = kind_of(works[0].member)
+        # Options may have changed since kinds were read.
+        if all(kind_of(each.member) == kind for each in works):
+            return newton_schulz_stacked(matrices, kind)
+    options = [each.member.group for each in works]
+    return [
+        newton_schulz(matrix, schedule_of(group), eps=group["eps"])
+        for matrix, group in zip(matrices, options, strict=True)
+    ]
+
+
 class MuonRule(Rule):
     """Muon for matrices: plain tensors, or DTensors that are gathered whole on every rank."""
 
@@ -157,6 +178,7 @@ class MuonRule(Rule):
         self.meets_ranks = sharded_mode != "approx"
         self._matrices: dict[int, Matrix] = {}  # position -> where its shards lie
         self._crews: dict[int, Crew] = {}  # position -> who divides the work on it
+        self._kinds: dict[int, Kind] = {}  # position -> kind, of those computed in batches
         self._planned_for: tuple[tuple[int, ...], int] = ((), 0)  # positions, bytes of a bucket
         self._plan: tuple[Bucket, ...] = ()
         self._rounds: tuple[tuple[Round, Route], ...] = ()
@@ -186,6 +208,11 @@ class MuonRule(Rule):
                 matrix, self._crews[position] = crew_of(param, position=position, name=name)
             if matrix is not None:
                 self._matrices[position] = matrix
+        self._kinds = {}
+        if self.mode != "approx" and members:
+            kinds = {each.position: kind_of(each) for each in members}
+            found = stackable(kinds.values(), local(members[0].param).device)
+            self._kinds = {i: kind for i, kind in kinds.items() if kind in found}
 
     def check_state(self, owner: Owner, member: Member) -> None:
         """Raise if the momentum does not lie as its parameter does."""
@@ -213,11 +240,12 @@ class MuonRule(Rule):
         else:
             for bucket in self._buckets(owner, gathered):
                 self._compute_bucket(bucket, pending)
-        for position, each in pending.items():
-            if position not in gathered and each.grad.numel():
-                each.update, each.row_moment = each.orthogonalize(
-                    each.direction(), each.state.get("normuon_v")
-                )
+        alone = [each for i, each in pending.items() if i not in gathered and each.grad.numel()]
+        for batch in in_batches([each.kind for each in alone]):
+            works = [alone[i] for i in batch]
+            updates = orthogonalize(works, [each.direction() for each in works])
+            for each, update in zip(works, updates, strict=True):
+                each.update, each.row_moment = each.finish(update, each.state.get("normuon_v"))
         self._mask(list(pending.values()))
         return list(pending.values())
 
@@ -257,6 +285,7 @@ class MuonRule(Rule):
             grad=gradient_of(member, inv_scale),
             decay=1 - lr * group["weight_decay"],
             alpha=-float(adjust_lr(lr, group["adjust_lr_fn"], member.param.shape)),
+            kind=self._kinds.get(member.position),
             row_key="normuon_rows" if member.position in self._crews else "normuon_v",
         )
 
@@ -280,7 +309,7 @@ class MuonRule(Rule):
             self._planned_for = (active, owner.bucket_bytes)
         members = consensus.control_group(owner).ranks
         is_one_crew = all(crew.ranks == members for crew in self._crews.values())
-        compute_by_owners(self._rounds, pending, owner, commit_vote=not is_one_crew)
+        compute_by_owners(self._rounds, pending, owner, orthogonalize, commit_vote=not is_one_crew)
 
     def _buckets(self, owner: Owner, active: Iterable[int]) -> tuple[Bucket, ...]:
         """The plan for the parameters at these positions, made anew when they are others."""
@@ -307,9 +336,10 @@ class MuonRule(Rule):
             groups=gather_groups(first),
             device=exchange_device(first),
         )
-        for slot, each in zip(bucket.slots, members, strict=True):
-            if slot.own.numel:
-                whole, each.row_moment = each.orthogonalize(
-                    assemble(slot, gathered), each.state.get("normuon_v")
-                )
+        pairs = [pair for pair in zip(bucket.slots, members, strict=True) if pair[0].own.numel]
+        for batch in in_batches([each.kind for _, each in pairs]):
+            slots, works = zip(*(pairs[i] for i in batch), strict=True)
+            updates = orthogonalize(works, [assemble(slot, gathered) for slot in slots])
+            for slot, each, update in zip(slots, works, updates, strict=True):
+                whole, each.row_moment = each.finish(update, each.state.get("normuon_v"))
                 each.update = own_part(slot, whole, device=each.grad.device)

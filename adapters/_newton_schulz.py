@@ -93,10 +93,12 @@ def schedule_of(group: Mapping[str, Any]) -> Schedule:
     """Return the Newton-Schulz schedule that a parameter group asks for."""
     wanted: str | Sequence[Coefficients] | None = group.get("ns_schedule")
     if wanted is None or wanted == "standard":
-        coefficients: Coefficients = group["ns_coefficients"]
+        a, b, c = group["ns_coefficients"]
         num_steps: int = group["ns_steps"]
-        return Schedule((coefficients,) * num_steps)
-    return SCHEDULES[wanted] if isinstance(wanted, str) else Schedule(tuple(wanted))
+        return Schedule(((a, b, c),) * num_steps)
+    if isinstance(wanted, str):
+        return SCHEDULES[wanted]
+    return Schedule(tuple((a, b, c) for a, b, c in wanted))
 
 
 def adjust_lr(lr: float | Tensor, adjust_lr_fn: str | None, shape: Sequence[int]) -> float | Tensor:

@@ -57,7 +57,7 @@ def every_case(rank: int, world_size: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_shards_are_trained_as_on_one_device(world_size: int) -> None:
     for found in run_ranks(every_case, world_size, world_size, timeout=100.0).values():
-        assert len(found) >= 5
+        assert len(found) >= 3
         assert {name: differences for name, differences in found.items() if differences} == {}
 
 
