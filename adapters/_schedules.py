@@ -1,9 +1,9 @@
 """Coefficients for the steps of Newton-Schulz, by name. Pure data.
 
 Each step maps X to ``a X + b (XX')X + c (XX')^2 X``, so it takes each singular value s to
-``a s + b s^3 + c s^5``. How close to 1 they end, for 256 x 1024 matrices whose singular values
-fall as a power law, and what a step list costs beside the default, is in
-``tests/unit/test_schedules.py`` and ``benchmarks/newton_schulz.py``.
+``a s + b s^3 + c s^5``. How close to 1 they end when they fell as 1 / k is stated, and held against
+an SVD in float64, in ``tests/unit/test_schedules.py``. For m x n, m <= n, a step is
+``2 m^2 n + m^3`` multiplications.
 """
 
 from __future__ import annotations
