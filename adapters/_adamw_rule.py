@@ -64,10 +64,16 @@ class AdamWRule(Rule):
         """Refuse nothing that torch takes."""
 
     def check_state(self, owner: Owner, member: Member) -> None:
-        """Raise if a moment does not lie as its parameter does."""
+        """Raise if a moment is missing, or does not lie as its parameter does."""
+        state = owner.state.get(member.param, {})
+        missing = {*_MOMENTS, "step"} - state.keys()
+        if state and missing:
+            raise ValueError(
+                f"the state of {member.name} has no {' and no '.join(sorted(missing))}; load what "
+                "an AdamW's state_dict() returned"
+            )
         for name in _MOMENTS:
-            value = owner.state.get(member.param, {}).get(name)
-            check_state(member.name, member.param, value)
+            check_state(member.name, member.param, state.get(name))
 
     def compute(
         self, owner: Owner, members: Sequence[Member], inv_scale: float | None

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, optimizer
 
 import consensus
+from adapters._checkpoint import pack, stage
+from adapters._codebook import make_codebook
 from adapters._plan import DEFAULT_BUCKET_BYTES
 from adapters._rules import Member, Rule, Write, check_gradient, spans_ranks
 from adapters.options import check_options
@@ -55,6 +58,8 @@ class VotingOptimizer(Optimizer, ABC):
     #: control group from its parameters.
     _carried: ClassVar[tuple[str, ...]] = ()
     _rules: tuple[Rule, ...]
+    #: What ranks brought to this step's vote as ranges: name -> the highest value.
+    agreed: Mapping[str, float]
 
     @abstractmethod
     def _make_rules(self) -> tuple[Rule, ...]:
@@ -63,7 +68,9 @@ class VotingOptimizer(Optimizer, ABC):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         """Set up rules and groups; a subclass has set the attributes they need before."""
         self._rules = self._make_rules()
+        self._num_updates = 0
         super().__init__(params, defaults)
+        self._install()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -110,6 +117,7 @@ class VotingOptimizer(Optimizer, ABC):
             args, kwargs = self._run_pre_hooks(args, kwargs)
             loss: float | None = vote.closure(_closure_of(args, kwargs))
             self._check(vote)
+        self.agreed = dict(zip(vote.ranges.names, vote.ranges.maximum, strict=True))
         if not vote.skip and self._prepare(vote):
             self._execute(vote.inv_scale)
         self._optimizer_step_code()
@@ -260,6 +268,8 @@ class VotingOptimizer(Optimizer, ABC):
         self._state_is_checked = True
         for ranks, which in self._which_have_state().items():
             vote.same("state", which, ranks=ranks)
+        # A rank that failed where its peers could not hear of it has made one less.
+        vote.same("updates made", self._num_updates)
 
     def _prepare(self, vote: consensus.preflight) -> bool:
         """Get ready for the update that all ranks agreed to make; return whether to make it."""
@@ -276,8 +286,63 @@ class VotingOptimizer(Optimizer, ABC):
         for rule, members in self._known.by_rule:
             active = [member for member in members if member.param.grad is not None]
             writes += rule.compute(self, active, inv_scale)
-        for write in writes:
+        # The last rule's first: AdamW's is torch's own, which computes as it writes.
+        for write in reversed(writes):
             write.commit()
+        self._num_updates += 1
+
+    # ---- state dicts ----
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict: all ranks do, or none does and all raise the same error.
+
+        It may be this optimizer's own, on the same ranks and meshes; one of whole tensors, which
+        each rank cuts as its parameters are; or one that Gefen-X 0.5 saved. Parameters are
+        matched by their place; names, where both have them, are compared. Options come from the
+        state dict, as in torch.
+
+        Args:
+            state_dict: As :meth:`state_dict` returns it. Not written.
+
+        Raises:
+            ValueError: It does not belong to this optimizer, or is damaged. In a GroupFailure
+                when several ranks agree. Nothing was written.
+            consensus.Disagreement: Ranks were given checkpoints of different steps.
+
+        Collectives:
+            One agreement, if parameters are sharded. All ranks must call.
+        """
+        state_dict = dict(state_dict)
+        with self._together(f"{type(self).__name__}.load_state_dict") as together:
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = pre_hook(self, state_dict) or state_dict
+            staged = stage(self, state_dict)
+            if together is not None:
+                together.same("codebooks and steps", staged.common())
+                for ranks, text in staged.by_mesh().items():
+                    together.same("loaded state", text, ranks=ranks)
+            codebooks = [
+                make_codebook(record.codebook.cpu())
+                if record and record.codebook is not None
+                else None
+                for record in staged.records
+            ]
+        self.__setstate__({"state": staged.state, "param_groups": staged.groups})
+        for rule, record, codebook in zip(self._rules, staged.records, codebooks, strict=True):
+            if rule.momenta is not None and record is not None:
+                rule.momenta.take(codebook, record.global_step)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _install(self) -> None:
+        """Complete state dicts before any hook of the user sees them."""
+        if not any(hook is pack for hook in self._optimizer_state_dict_post_hooks.values()):
+            self.register_state_dict_post_hook(pack, prepend=True)
+
+    def _together(self, phase: str) -> AbstractContextManager[consensus.fail_together | None]:
+        if not self.casts_votes:
+            return nullcontext()
+        return consensus.fail_together(phase, self)
 
     # ---- copies ----
 
@@ -292,11 +357,13 @@ class VotingOptimizer(Optimizer, ABC):
         records = state.pop("records", None)
         super().__setstate__(state)
         if records is not None:
+            self._num_updates = 0
             self._rules = self._make_rules()
             for rule, record in zip(self._rules, records, strict=True):
                 if rule.momenta is not None:
                     rule.momenta.set_record(record)
         self._forget()
+        self._install()
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

@@ -87,7 +87,8 @@ class Grid:
     num_blocks: int  # that have elements here
     num_rows: int
     width: int  # elements of a row, padding included
-    place: slice | Tensor  # of the elements, in the flattened rows
+    # Where the elements are in the flattened rows; or how many each row begins with: (rows, 1).
+    place: slice | Tensor
     row_blocks: Tensor | None  # (rows,) int64: the block of each row; None if row i is block i
     cut_here: Tensor  # (n,) int64: which of the blocks here are cut
     cut_places: Tensor  # (n,) int64: their places in the vector that ranks reduce
@@ -149,6 +150,4 @@ def _place(part: Part, sizes: Tensor, width: int, device: torch.device | None) -
         # Only the first and the last row can be short: one is padded before, the other behind.
         start = width - int(sizes[0])
         return slice(start, start + part.numel)
-    begins = sizes.cumsum(0) - sizes
-    shift = (torch.arange(len(sizes)) * width - begins).repeat_interleave(sizes)
-    return (shift + torch.arange(part.numel)).to(device)
+    return sizes[:, None].to(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ import consensus
 from adapters._batches import Kind, in_batches
 from adapters._exchange import Courier
 from adapters._owners import Round, Route
-from adapters._rules import Member
+from adapters._rules import Member, local
 
 
 class Work(Protocol):
@@ -32,7 +33,9 @@ class Work(Protocol):
     def direction(self) -> Tensor:
         """This rank's part of the matrix to orthogonalise."""
 
-    def finish(self, update: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, update: Tensor, moment: Tensor | None, age: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The update of the whole matrix, and the new moment of its rows."""
 
 
@@ -70,17 +73,8 @@ def compute_by_owners(
         ``commit_vote``.
     """
     errors: list[BaseException] = []
-    heard = []
-    for round_, route in rounds:
-        first = pending[round_.tasks[0].position].member.param
-        assert isinstance(first, DTensor)
-        courier = Courier(round_, route, first)
-        _attempt(errors, lambda: _pack(courier, pending))  # noqa: B023  # called at once
-        courier.to_owners(failed=bool(errors))
-        _attempt(errors, lambda: _compute(courier, pending, orthogonalize))  # noqa: B023
-        courier.from_owners(failed=bool(errors))
-        heard.append(courier.heard)
-    failed = any(bool(each) for each in heard)
+    heard = [_take_part(*each, pending, orthogonalize, errors) for each in rounds]
+    failed = bool(heard) and bool(torch.stack(heard).any())
     if not (failed or commit_vote):
         return
     phase = f"{type(owner).__name__}.step: updates by owners"
@@ -89,6 +83,25 @@ def compute_by_owners(
             raise errors[0]
     if failed:
         raise AssertionError("a rank failed, but none brought an error")
+
+
+def _take_part(
+    round_: Round,
+    route: Route,
+    pending: Mapping[int, Any],
+    orthogonalize: Orthogonalize,
+    errors: list[BaseException],
+) -> Tensor:
+    """Take part in one round, also after an error; return whether any rank had one, shape ()."""
+    first = pending[round_.tasks[0].position].member.param
+    if not isinstance(first, DTensor):
+        raise AssertionError("what travels is sharded")
+    courier = Courier(round_, route, first)
+    _attempt(errors, partial(_pack, courier, pending))
+    courier.to_owners(failed=bool(errors))
+    _attempt(errors, partial(_compute, courier, pending, orthogonalize))
+    courier.from_owners(failed=bool(errors))
+    return courier.heard
 
 
 def _attempt(errors: list[BaseException], work: Any) -> None:
@@ -108,15 +121,11 @@ def _pack(courier: Courier, pending: Mapping[int, Work]) -> None:
 
 
 def _own_rows(work: Work) -> Tensor:
-    """The moments of the rows that lie here, flat."""
-    param = work.member.param
-    assert isinstance(param, DTensor)
-    num_rows = param.to_local().size(0)
+    """The moments of the rows that lie here, flat, and last how many steps they have seen."""
+    part = local(work.member.param)
     known = work.state.get("normuon_rows")
-    if known is None:
-        return torch.zeros(num_rows, device=param.to_local().device)
-    flat: Tensor = known.flatten()
-    return flat
+    flat = torch.zeros(part.size(0), device=part.device) if known is None else known.flatten()
+    return torch.cat([flat, flat.new_tensor([work.state.get("normuon_step", 0)])])
 
 
 def _compute(courier: Courier, pending: Mapping[int, Work], orthogonalize: Orthogonalize) -> None:
@@ -129,9 +138,9 @@ def _compute(courier: Courier, pending: Mapping[int, Work], orthogonalize: Ortho
         some = [owned[i] for i in batch]
         works = [pending[task.position] for task, _, _ in some]
         assembled = [courier.assemble(task, got) for task, got, _ in some]
-        updates = orthogonalize(works, [whole for whole, _ in assembled])
-        for (_, _, sent), work, (_, moment), update in zip(
+        updates = orthogonalize(works, [whole for whole, _, _ in assembled])
+        for (_, _, sent), work, (_, moment, age), update in zip(
             some, works, assembled, updates, strict=True
         ):
-            finished, new = work.finish(update, None if moment is None else moment[:, None])
+            finished, new = work.finish(update, None if moment is None else moment[:, None], age)
             courier.pack_result(sent, finished, None if new is None else new[:, 0])

@@ -55,7 +55,7 @@ class Courier:
         Args:
             piece: One of the route's ``gathered``.
             shard: This rank's, any float dtype; Newton-Schulz starts with the cast made here.
-            rows: Shape (rows here,), float32, where they travel along.
+            rows: Shape (rows here + 1,), float32, where they travel along: the last is their age.
         """
         _write(self._parcels, piece, shard, rows)
 
@@ -68,22 +68,28 @@ class Courier:
         """
         self._parcels = self._exchange(self._parcels, self.route.there, failed=failed)
 
-    def assemble(self, task: Task, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor | None]:
-        """Return one whole matrix, (rows, cols) bfloat16, and the moments of its rows, float32.
+    def assemble(
+        self, task: Task, pieces: Sequence[Piece]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return one whole matrix, bfloat16, the moments of its rows, float32, and their age.
+
+        Shapes (rows, cols), (rows,) and ().
 
         The matrix is contiguous: the strides of its operands decide the bits of a product, and an
         unsharded run has these.
         """
         whole = self._parcels.new_empty(task.shape)
         rows = torch.zeros(task.shape[0], device=self.device) if task.with_rows else None
+        age = None
         for piece in pieces:
             part = piece.part
             shard = self._parcels[piece.elements]
             _part_of(whole, part).copy_(shard.view(part.num_rows, part.num_cols))
             if rows is not None and piece.length > part.numel:
                 own = slice(part.first_row, part.first_row + part.num_rows)
-                rows[own] = joined(self._parcels[piece.rows])
-        return whole, rows
+                moments = joined(self._parcels[piece.rows])
+                rows[own], age = moments[:-1], moments[-1]
+        return whole, rows, age
 
     # ---- and back ----
 
@@ -113,6 +119,7 @@ class Courier:
             One all_to_all for each cut of the layout, of bfloat16; then, for each axis with
             copies, one all_to_all of what this rank holds to each of its copies.
         """
+        del self._parcels  # each has been computed
         received = self._exchange(self._results, self.route.back, failed=failed)
         self._returned.copy_(self._shared(received) if self._copies else received)
 

@@ -58,14 +58,23 @@ def to_rows(values: Tensor, grid: Grid) -> Tensor:
     size = grid.num_rows * grid.width
     if len(flat) != size:
         padded = flat.new_zeros(size)
-        padded[grid.place] = flat
+        padded[_places(grid)] = flat
         flat = padded
     return flat.view(grid.num_rows, grid.width)
 
 
 def from_rows(rows: Tensor, grid: Grid) -> Tensor:
     """Return the elements of rows without padding, flat; a view if nothing is cut."""
-    return rows.flatten()[grid.place]
+    return rows.flatten()[_places(grid)]
+
+
+def _places(grid: Grid) -> slice | Tensor:
+    """Where the elements are in flattened rows; as a mask it is made when it is used."""
+    if isinstance(grid.place, slice):
+        return grid.place
+    columns = torch.arange(grid.width, device=grid.place.device)
+    mask: Tensor = (columns < grid.place).flatten()
+    return mask
 
 
 def block_histogram(grad: Tensor, magnitudes: Tensor, grid: Grid) -> Tensor:

@@ -13,7 +13,7 @@ from adapters._gefen_math import direction
 from adapters._momenta import Counted, Momenta, Moving
 from adapters._muon_rule import MuonRule, Pending
 from adapters._period import PeriodRules
-from adapters._rules import Member, Owner, Write
+from adapters._rules import Member, Owner, Write, gradient_of
 from adapters.options import MuonVariantOptions, ShardedMode
 
 
@@ -70,6 +70,12 @@ class GefenMuonRule(MuonRule):
         """Bring the size of a bucket and what the momenta are made of."""
         super().vote(owner, members, vote)
         self.momenta.vote(owner, members, vote, self.label)
+
+    def _momentum_buffer(self, owner: Owner, member: Member) -> None:
+        """None: the momentum is not dense."""
+
+    def _gradient(self, member: Member, inv_scale: float | None) -> Tensor:
+        return gradient_of(member, inv_scale, widen=True)
 
     def compute(
         self, owner: Owner, members: Sequence[Member], inv_scale: float | None

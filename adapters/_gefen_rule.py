@@ -226,7 +226,7 @@ class GefenRule(Rule):
             columns are cut, rows) of factored matrices. None where there is nothing of the kind.
         """
         pending = [
-            self._start(owner, member, gradient_of(member, inv_scale))
+            self._start(owner, member, gradient_of(member, inv_scale, widen=True))
             for member in members
             if self.momenta.has_elements(member.param)
         ]

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +50,10 @@ from adapters._rules import Member, Owner, gradient_of
 from adapters._shards import Shards
 
 _ZEROS = "all gradients are zeros"
+_ADVICE = (
+    "no codebook can be learned from that. Skip this step, or build the optimizer with "
+    'first_gradient="defer", which does so on all ranks'
+)
 
 
 class NothingToLearn(ValueError):
@@ -107,7 +111,7 @@ def lesson_of(
         period = owner.state.get(member.param, {}).get("automatic_period")
         if period is None and momenta.periods.forces_one(member.name, shards.shape):
             period = 1
-        grad = gradient_of(member, inv_scale)
+        grad = gradient_of(member, inv_scale, widen=True)
         samples.append(Sample(member, shards, grad, period, counts_here=shards.is_first_copy))
     return Lesson(label, momenta, owner.state, samples, wants_codebook=momenta.is_due)
 
@@ -167,8 +171,9 @@ class _Class:
         self._find_periods(reduce_together(shared, "max"))
         if self._votes:
             self._tell_copies_apart()
-        wants_codebook = any(lesson.wants_codebook for lesson in self._lessons)
-        if wants_codebook and not self._learn_codebooks(self._complete_blocks()):
+        # What a rank learns alone is its own business; that others learn, all have agreed on.
+        wanted = [each for each in self._lessons if each.wants_codebook and not each.momenta.alone]
+        if wanted and not self._learn_codebooks(wanted):
             return ()
         return self._lessons
 
@@ -203,7 +208,7 @@ class _Class:
                 if lesson.momenta.alone and lesson.wants_codebook and found and not any(found):
                     problem = _ZEROS
         if problem and not defer:
-            raise NothingToLearn(f"{problem}, so no codebook can be learned")
+            raise NothingToLearn(f"{problem}; {_ADVICE}")
         return problem
 
     # ---- periods ----
@@ -220,6 +225,9 @@ class _Class:
             for sample, total in zip(searched, totals, strict=True):
                 assert sample.search is not None
                 sample.period = period_of(sample.search, total, sample.exponent)
+            for lesson in self._lessons:
+                if lesson.momenta.alone and lesson.wants_codebook and lesson.samples:
+                    _solve(lesson, _histogram(lesson, dict(map(_blocks_of, lesson.samples))))
 
     def _tell_copies_apart(self) -> None:
         """Let plain parameters that several ranks hold count once, with one period.
@@ -261,49 +269,48 @@ class _Class:
 
     # ---- codebooks ----
 
-    def _complete_blocks(self) -> list[tuple[Grid, Tensor]]:
-        """Return the blocks of all gradients, with the largest magnitude in each."""
+    def _complete_blocks(self, samples: Sequence[Sample]) -> dict[int, Blocks]:
+        """Return the blocks of gradients, with the largest magnitude in each whole one."""
         with self._together("its blocks"):
-            found = []
-            for sample in self._samples:
-                shards, device = sample.shards, sample.grad.device
-                assert sample.period is not None
-                grid = make_grid(shards.own, shards.parts, sample.period, device=device)
-                found.append((grid, block_maxima(to_rows(sample.grad.float(), grid), grid)))
-        complete_(
-            [
-                (maxima, grid, sample.shards)
-                for sample, (grid, maxima) in zip(self._samples, found, strict=True)
-                if grid.num_cut
-            ],
-            "max",
-        )
+            found = dict(map(_blocks_of, samples))
+            cut = [
+                (*found[id(sample)][::-1], sample.shards)
+                for sample in samples
+                if found[id(sample)][0].num_cut
+            ]
+        complete_(cut, "max")
         return found
 
-    def _learn_codebooks(self, blocks: list[tuple[Grid, Tensor]]) -> bool:
-        """Stage the codebooks; return False if the step is to be skipped instead."""
-        by_sample = dict(zip(map(id, self._samples), blocks, strict=True))
-        wanted = [lesson for lesson in self._lessons if lesson.wants_codebook]
-        together = [lesson for lesson in wanted if self._votes and not lesson.momenta.alone]
+    def _learn_codebooks(self, wanted: Sequence[Lesson]) -> bool:
+        """Stage codebooks of all ranks; return False if the step is to be skipped instead."""
+        blocks = self._complete_blocks([s for lesson in wanted for s in lesson.samples])
         with self._together("its histogram"):
-            counts = {id(lesson): _histogram(lesson, by_sample) for lesson in wanted}
-            ours = [counts[id(lesson)] for lesson in together]
-        if together:
-            summed = self._sum(torch.cat(ours).cpu(), "histogram")
-            parts = torch.split(torch.tensor(summed), NUM_BINS)
-            counts |= {id(each): part for each, part in zip(together, parts, strict=True)}
+            ours = torch.cat([_histogram(lesson, blocks) for lesson in wanted])
+        summed = self._sum(ours, "histogram") if self._votes else ours.tolist()
         with self._together("its codebook") as last:
+            counts = torch.split(torch.tensor(summed), NUM_BINS)
             # A half without any gradient has nothing to count; it learns when it has.
-            some = [lesson for lesson in wanted if int(counts[id(lesson)].sum())]
-            zeros = any(is_degenerate(counts[id(lesson)]) for lesson in some)
+            some = [pair for pair in zip(wanted, counts, strict=True) if int(pair[1].sum())]
+            zeros = any(is_degenerate(each) for _, each in some)
             if zeros and not self._defer_zeros:
-                raise NothingToLearn(f"{_ZEROS}, so no codebook can be learned")
-            for lesson in some if not zeros else ():
-                _solve(lesson, counts[id(lesson)])
+                raise NothingToLearn(f"{_ZEROS}; {_ADVICE}")
+            for lesson, each in some if not zeros else ():
+                _solve(lesson, each)
             if last is not None:
-                digests = [digest_of(each.codebook.levels) for each in together if each.codebook]
+                digests = [digest_of(each.codebook.levels) for each in wanted if each.codebook]
                 last.same("codebooks learned", digests)
         return not zeros
+
+
+Blocks: TypeAlias = tuple[Grid, Tensor]  # and the largest magnitude in each
+
+
+def _blocks_of(sample: Sample) -> tuple[int, Blocks]:
+    """Return the blocks of one gradient, as far as it lies here, and whose they are."""
+    assert sample.period is not None
+    shards, device = sample.shards, sample.grad.device
+    grid = make_grid(shards.own, shards.parts, sample.period, device=device)
+    return id(sample), (grid, block_maxima(to_rows(sample.grad.float(), grid), grid))
 
 
 def _identity(label: str, sample: Sample) -> int:
@@ -320,7 +327,7 @@ def _period_sums(sample: Sample) -> Tensor:
     return sums
 
 
-def _histogram(lesson: Lesson, blocks: dict[int, tuple[Grid, Tensor]]) -> Tensor:
+def _histogram(lesson: Lesson, blocks: dict[int, Blocks]) -> Tensor:
     """What this rank counts of one rule's gradients."""
     total = torch.zeros(NUM_BINS, dtype=torch.int64)
     for sample in lesson.samples:

@@ -162,8 +162,11 @@ class Momenta:
     def set_record(self, record: Mapping[str, Any]) -> None:
         """Take over what :meth:`record` returned."""
         levels = record["codebook"]
-        self.codebook = None if levels is None else make_codebook(levels.cpu())
-        self.num_steps = record["global_step"]
+        self.take(None if levels is None else make_codebook(levels.cpu()), record["global_step"])
+
+    def take(self, codebook: Codebook | None, num_steps: int) -> None:
+        """Take a codebook over, and how many steps have been made with it."""
+        self.codebook, self.num_steps = codebook, num_steps
         self._books = {}
         self.forget_facts()
 
@@ -177,7 +180,10 @@ class Momenta:
             return
         if self._facts is None:
             self._facts = self._read_facts(owner, members)
-        vote.same(f"{label}codebook steps", [self.num_steps, self.refresh_every])
+        rules = self.periods
+        decided = [rules.one_for_1d, rules.one_for_2d, *rules.one_for_names]
+        vote.same(f"{label}steps with the codebook", [self.num_steps, self.refresh_every])
+        vote.same(f"{label}period options", decided)
         for ranks, text in self._facts:
             what = "periods" if ranks else "codebook"
             vote.same(f"{label}{what}", text, ranks=ranks)

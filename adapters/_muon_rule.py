@@ -51,6 +51,9 @@ from adapters._rules import (
 )
 from adapters.options import MuonOptions, ShardedMode
 
+_HEARS_LITTLE = "exchanges that not all take part in"
+_NOTHING: tuple[tuple[int, ...], int, frozenset[int]] = ((), 0, frozenset())
+
 
 @dataclass(slots=True)
 class Pending:
@@ -63,6 +66,7 @@ class Pending:
     alpha: float  # factor for the update
     row_key: str  # of the moment of rows in the state
     kind: Kind | None  # of matrices that are computed together; None for one by one
+    momentum_buffer: Tensor | None = None  # where it is dense: as it stands, or zeros
     update: Tensor | None = None  # this rank's part, bfloat16; None where that is empty
     # Where rows are normalised: (rows, 1), of the whole matrix; or, where an owner computes, of
     # this rank's rows.
@@ -73,17 +77,20 @@ class Pending:
         group = self.member.group
         return nesterov_direction(
             self.grad,
-            local(self._momentum_buffer()),
+            local(self._buffer()),
             momentum=group["momentum"],
             nesterov=group["nesterov"],
         )
 
-    def finish(self, update: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, update: Tensor, moment: Tensor | None, age: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Normalise the rows of an orthogonal matrix, if asked for; the arguments are not written.
 
         Args:
             update: The whole matrix, orthogonalised.
             moment: Of all its rows, (rows, 1); None where rows are not normalised, or at first.
+            age: How many steps it has seen, where this rank may not know: shape ().
 
         Returns:
             The update, bfloat16, and the new moment of its rows.
@@ -93,7 +100,7 @@ class Pending:
         if moment is None:
             moment = update.new_zeros(update.size(0), 1, dtype=torch.float32)
         group = self.member.group
-        step = self.state.get("normuon_step", 0) + 1
+        step = self.state.get("normuon_step", 0 if age is None else int(age)) + 1
         beta = group["normuon_beta2"]
         return normalize_rows(
             update, moment, beta=beta, bias=1 - beta**step, eps=group["normuon_eps"]
@@ -126,20 +133,16 @@ class Pending:
 
     def commit_momentum(self) -> None:
         """Write the momentum."""
-        buffer = self._momentum_buffer()
+        buffer = self._buffer()
         # Again, in place: the same bits that direction() saw, which nobody had to keep until now.
         local(buffer).lerp_(self.grad, 1 - self.member.group["momentum"])
         self.states[self.member.param]["momentum_buffer"] = buffer
 
-    def _momentum_buffer(self) -> Tensor:
+    def _buffer(self) -> Tensor:
         """The momentum as it stands in the state, or zeros that are not there yet."""
-        buffer: Tensor | None = self.state.get("momentum_buffer")
-        grad = self.member.param.grad
-        if buffer is None and grad is not None:
-            buffer = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        if buffer is None:
-            raise AssertionError("only parameters with a gradient have a momentum")
-        return buffer
+        if self.momentum_buffer is None:
+            raise AssertionError("a dense momentum is there before it is used")
+        return self.momentum_buffer
 
 
 def kind_of(member: Member) -> Kind:
@@ -174,12 +177,12 @@ class MuonRule(Rule):
         super().__init__(**kwargs)
         self.options = options
         self.mode = sharded_mode
-        self.is_exact = sharded_mode == "exact"
         self.meets_ranks = sharded_mode != "approx"
         self._matrices: dict[int, Matrix] = {}  # position -> where its shards lie
         self._crews: dict[int, Crew] = {}  # position -> who divides the work on it
         self._kinds: dict[int, Kind] = {}  # position -> kind, of those computed in batches
-        self._planned_for: tuple[tuple[int, ...], int] = ((), 0)  # positions, bytes of a bucket
+        # Positions, bytes of a bucket, positions whose rows' moments travel.
+        self._planned_for: tuple[tuple[int, ...], int, frozenset[int]] = _NOTHING
         self._plan: tuple[Bucket, ...] = ()
         self._rounds: tuple[tuple[Round, Route], ...] = ()
 
@@ -200,7 +203,7 @@ class MuonRule(Rule):
 
     def read(self, members: Sequence[Member]) -> None:
         """Read where the shards of each matrix lie."""
-        self._planned_for, self._plan, self._rounds = ((), 0), (), ()
+        self._planned_for, self._plan, self._rounds = _NOTHING, (), ()
         self._matrices, self._crews = {}, {}
         for position, name, param, _ in members if self.mode != "approx" else ():
             matrix = describe(param, position=position, name=name)
@@ -222,6 +225,10 @@ class MuonRule(Rule):
     def vote(self, owner: Owner, members: Sequence[Member], vote: consensus.preflight) -> None:
         """Bring the size of a bucket, which decides the collectives of the step."""
         vote.same("bucket_bytes", owner.bucket_bytes)
+        if self.mode == "distributed":
+            # A rank hears of a failure in the exchanges that it takes part in. Whether those
+            # reach everyone concerned, each rank sees for its own meshes only.
+            vote.range(self.label + _HEARS_LITTLE, not self._hears_all(owner))
 
     def compute(
         self, owner: Owner, members: Sequence[Member], inv_scale: float | None
@@ -232,7 +239,8 @@ class MuonRule(Rule):
             For each bucket one all_gather for each cut of its layout; then, where opposed
             elements are masked, one all_reduce of an int64 for each matrix.
         """
-        pending = {each.position: self._prepare(owner, each, inv_scale) for each in members}
+        rates: dict[Any, float] = {}
+        pending = {each.position: self._prepare(owner, each, inv_scale, rates) for each in members}
         self.advance(owner, list(pending.values()))
         gathered = {position for position in pending if position in self._matrices}
         if self.mode == "distributed":
@@ -272,22 +280,39 @@ class MuonRule(Rule):
         matrix = self._matrices.get(member.position)
         if matrix is None or not isinstance(member.param, DTensor):
             return Reduction((), (), vector.device, vector)
-        order = (matrix.layout.ranks, matrix.layout.cuts)
-        param = member.param
+        layout, param = matrix.layout, member.param
+        order = (layout.ranks, layout.places, layout.cuts)
         return Reduction(order, gather_groups(param), exchange_device(param), vector)
 
-    def _prepare(self, owner: Owner, member: Member, inv_scale: float | None) -> Pending:
-        group = member.group
+    def _prepare(
+        self, owner: Owner, member: Member, inv_scale: float | None, rates: dict[Any, float]
+    ) -> Pending:
+        """Return what is known of a step before it is computed; ``rates`` are those known yet."""
+        group, param = member.group, member.param
         lr = scalar_lr(group)
+        rate = (id(group), param.shape)
+        if rate not in rates:  # once for all of a shape: a tensor on a device is waited for
+            rates[rate] = float(adjust_lr(lr, group["adjust_lr_fn"], param.shape))
         return self.pending(
             member=member,
             states=owner.state,
-            grad=gradient_of(member, inv_scale),
+            grad=self._gradient(member, inv_scale),
             decay=1 - lr * group["weight_decay"],
-            alpha=-float(adjust_lr(lr, group["adjust_lr_fn"], member.param.shape)),
-            kind=self._kinds.get(member.position),
+            alpha=-rates[rate],
             row_key="normuon_rows" if member.position in self._crews else "normuon_v",
+            kind=self._kinds.get(member.position),
+            momentum_buffer=self._momentum_buffer(owner, member),
         )
+
+    def _gradient(self, member: Member, inv_scale: float | None) -> Tensor:
+        return gradient_of(member, inv_scale)
+
+    def _momentum_buffer(self, owner: Owner, member: Member) -> Tensor | None:
+        """The momentum as it stands, or zeros; not yet in the state."""
+        buffer: Tensor | None = owner.state.get(member.param, {}).get("momentum_buffer")
+        if buffer is None and member.param.grad is not None:
+            return torch.zeros_like(member.param.grad, memory_format=torch.preserve_format)
+        return buffer
 
     def _let_owners_compute(self, owner: Any, pending: Mapping[int, Pending]) -> None:
         """Let each matrix be computed once, by its owner.
@@ -296,9 +321,9 @@ class MuonRule(Rule):
             Those of :func:`compute_by_owners`.
         """
         active = tuple(sorted(pending))
-        if self._planned_for != (active, owner.bucket_bytes):
+        with_rows = frozenset(i for i in active if pending[i].normalizes_rows)
+        if self._planned_for != (active, owner.bucket_bytes, with_rows):
             every = [(self._matrices[i], self._crews[i]) for i in sorted(self._crews)]
-            with_rows = frozenset(i for i in active if pending[i].normalizes_rows)
             rounds = plan_rounds(
                 every, active, bucket_bytes=owner.bucket_bytes, with_rows=with_rows
             )
@@ -306,18 +331,23 @@ class MuonRule(Rule):
                 (each, plan_route(each, self._matrices[each.tasks[0].position].index))
                 for each in rounds
             )
-            self._planned_for = (active, owner.bucket_bytes)
+            self._planned_for = (active, owner.bucket_bytes, with_rows)
+        commit_vote = bool(owner.agreed[self.label + _HEARS_LITTLE])
+        compute_by_owners(self._rounds, pending, owner, orthogonalize, commit_vote=commit_vote)
+
+    def _hears_all(self, owner: Any) -> bool:
+        """Whether the exchanges of any one of its matrices reach all ranks that agree."""
         members = consensus.control_group(owner).ranks
-        is_one_crew = all(crew.ranks == members for crew in self._crews.values())
-        compute_by_owners(self._rounds, pending, owner, orthogonalize, commit_vote=not is_one_crew)
+        crews = {crew.ranks for crew in self._crews.values()}
+        return crews <= {members}
 
     def _buckets(self, owner: Owner, active: Iterable[int]) -> tuple[Bucket, ...]:
         """The plan for the parameters at these positions, made anew when they are others."""
         sharded = tuple(sorted(active))
-        if self._planned_for != (sharded, owner.bucket_bytes):
+        if self._planned_for != (sharded, owner.bucket_bytes, frozenset()):
             wanted = [self._matrices[position] for position in sharded]
             self._plan = plan_buckets(wanted, bucket_bytes=owner.bucket_bytes)
-            self._planned_for = (sharded, owner.bucket_bytes)
+            self._planned_for = (sharded, owner.bucket_bytes, frozenset())
         return self._plan
 
     def _compute_bucket(self, bucket: Bucket, pending: dict[int, Pending]) -> None:

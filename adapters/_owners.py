@@ -39,6 +39,7 @@ class Crew:
     """The ranks that divide some matrices among themselves."""
 
     ranks: Ranks  # global, ascending: all that hold shards, copies included
+    places: Ranks  # the same, by copy and then by part: who holds what
     layout: Layout  # of this rank's copy; its ranks differ from copy to copy, its cuts do not
     num_copies: int
     copy: int  # this rank's
@@ -46,7 +47,7 @@ class Crew:
     @property
     def order(self) -> tuple[object, ...]:
         """Equal on all ranks of the crew; sorts crews alike everywhere."""
-        return (self.ranks, self.layout.cuts, self.num_copies)
+        return (self.ranks, self.places, self.layout.cuts)
 
     @property
     def num_parts(self) -> int:
@@ -68,8 +69,9 @@ class Task:
     def to_owner(self, source: int) -> int:
         """Elements that a rank sends to the owner."""
         part = self.parts[source]
-        rows = part.num_rows if self.with_rows and not part.first_col else 0
-        return part.numel + ROWS_AS_ELEMENTS * rows
+        sends_rows = self.with_rows and part.numel and not part.first_col
+        # One more says how old they are: an owner may hold no part, and so not know.
+        return part.numel + ROWS_AS_ELEMENTS * (part.num_rows + 1 if sends_rows else 0)
 
     def from_owner(self, destination: int) -> int:
         """Elements that the owner sends back."""
@@ -299,12 +301,13 @@ def _way(sizes: Sequence[int], here: int, size: Size) -> Way:
     first = held
     found = []
     for axis in reversed(range(len(sizes))):
-        sent, received = [], []
-        for peer in range(sizes[axis]):
-            other = [*own[:axis], peer, *own[axis + 1 :]]
-            its = _held(other, sizes, axis)
-            sent.append([p for p in held if _place(p[1], sizes)[axis] == peer])
-            received.append([p for p in its if _place(p[1], sizes)[axis] == own[axis]])
+        sent: list[list[Parcel]] = [[] for _ in range(sizes[axis])]
+        for parcel in held:
+            sent[_place(parcel[1], sizes)[axis]].append(parcel)
+        received = [
+            _held([*own[:axis], peer, *own[axis + 1 :]], sizes, axis, target=own[axis])
+            for peer in range(sizes[axis])
+        ]
         after = _held(own, sizes, axis - 1)
         found.append(
             Hop(
@@ -330,10 +333,21 @@ def _sorting(before: Sequence[Parcel], after: Sequence[Parcel], size: Size) -> S
     return tuple(size(*parcel) for parcel in before), tuple(place[parcel] for parcel in after)
 
 
-def _held(own: Sequence[int], sizes: Sequence[int], axis: int) -> tuple[Parcel, ...]:
-    """The parcels that a rank holds before the exchange along ``axis``, sorted."""
-    free_sources = [range(n) if i > axis else (own[i],) for i, n in enumerate(sizes)]
-    free_targets = [(own[i],) if i > axis else range(n) for i, n in enumerate(sizes)]
+def _held(
+    own: Sequence[int], sizes: Sequence[int], axis: int, *, target: int | None = None
+) -> tuple[Parcel, ...]:
+    """The parcels that a rank holds before the exchange along ``axis``, sorted.
+
+    With ``target`` only those that go to this place on the axis.
+    """
+    free_sources: list[Iterable[int]] = [
+        range(n) if i > axis else (own[i],) for i, n in enumerate(sizes)
+    ]
+    free_targets: list[Iterable[int]] = [
+        (own[i],) if i > axis else range(n) for i, n in enumerate(sizes)
+    ]
+    if target is not None:
+        free_targets[axis] = (target,)
     sources = [_number(place, sizes) for place in product(*free_sources)]
     targets = [_number(place, sizes) for place in product(*free_targets)]
     return tuple((s, d) for d in sorted(targets) for s in sorted(sources))

@@ -48,6 +48,7 @@ class Layout:
 
     ranks: Ranks  # global, ascending
     cuts: tuple[Cut, ...]  # in mesh order
+    places: Ranks = ()  # the same ranks by their shards: a mesh may list them in another order
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,14 +56,16 @@ def crew_of(param: DTensor, *, position: int, name: str) -> tuple[Matrix, Crew]:
     """
     layout, index = layout_of(param, name=name)
     mesh = param.device_mesh
+    copying = [axis for axis, each in enumerate(param.placements) if each.is_replicate()]
+    cutting = [axis for axis in range(mesh.ndim) if axis not in copying]
     num_copies, copy = 1, 0
-    for axis, placement in enumerate(param.placements):
-        if placement.is_replicate():
-            num_copies *= mesh.size(axis)
-            copy = copy * mesh.size(axis) + mesh.get_local_rank(axis)
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    for axis in copying:
+        num_copies *= mesh.size(axis)
+        copy = copy * mesh.size(axis) + mesh.get_local_rank(axis)
+    places = tuple(mesh.mesh.permute(*copying, *cutting).flatten().tolist())
     rows, cols = param.shape
-    return Matrix(position, (rows, cols), layout, index), Crew(ranks, layout, num_copies, copy)
+    matrix = Matrix(position, (rows, cols), layout, index)
+    return matrix, Crew(tuple(sorted(places)), places, layout, num_copies, copy)
 
 
 def layout_of(param: DTensor, *, name: str) -> tuple[Layout, int]:
@@ -101,7 +103,8 @@ def layout_of(param: DTensor, *, name: str) -> tuple[Layout, int]:
             f"placements {param.placements} gives it {own}. "
             "Only the uneven shards that torch itself makes are supported."
         )
-    return Layout(_ranks(param, axes), cuts), index
+    places = _places(param, axes)
+    return Layout(tuple(sorted(places)), cuts, places), index
 
 
 def sharded_axes(param: DTensor, *, name: str = "a parameter") -> tuple[int, ...]:
@@ -272,10 +275,10 @@ def _cut(placement: Placement, num_ranks: int) -> Cut:
     raise AssertionError(f"{placement} is not a shard")
 
 
-def _ranks(param: DTensor, axes: Sequence[int]) -> tuple[int, ...]:
-    """The global ranks that differ from this one only along ``axes``."""
+def _places(param: DTensor, axes: Sequence[int]) -> tuple[int, ...]:
+    """The global ranks that differ from this one only along ``axes``, in mesh order."""
     coordinate = param.device_mesh.get_coordinate()
     if coordinate is None:
         raise AssertionError("sharded_axes has refused a mesh without this rank")
     inside = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
-    return tuple(sorted(param.device_mesh.mesh[inside].flatten().tolist()))
+    return tuple(param.device_mesh.mesh[inside].flatten().tolist())

@@ -68,7 +68,7 @@ def route_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {_kind(model)}")
-    substrings = _lowered(backup_substrings, "backup_substrings")
+    substrings = lowered(backup_substrings, "backup_substrings")
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(param), (param, []))[1].append(name)
@@ -100,7 +100,7 @@ def route_named(
         ValueError: There is no pair; a parameter or name comes twice; or FSDP1, ZeRO-3 or a lazy
             module hides the shapes.
     """
-    substrings = _lowered(backup_substrings, "backup_substrings")
+    substrings = lowered(backup_substrings, "backup_substrings")
     pairs = _pairs(named, "the list")
     _check_unique([("the list", name, param) for name, param in pairs])
     routes = [_judged([name], param, substrings) for name, param in pairs]
@@ -179,7 +179,7 @@ def decays(name: str, no_decay_substrings: Iterable[str]) -> bool:
         TypeError: ``no_decay_substrings`` is one string, or holds something else than strings.
         ValueError: It holds an empty string, which every name contains.
     """
-    return _contained([name], _lowered(no_decay_substrings, "no_decay_substrings")) is None
+    return _contained([name], lowered(no_decay_substrings, "no_decay_substrings")) is None
 
 
 def listing(routes: Iterable[Route], headings: tuple[str, str] = ("Muon", "backup")) -> str:
@@ -264,7 +264,8 @@ def _contained(names: Sequence[str], substrings: Sequence[str]) -> str | None:
     return None
 
 
-def _lowered(substrings: Iterable[str], option: str) -> tuple[str, ...]:
+def lowered(substrings: Iterable[str], option: str) -> tuple[str, ...]:
+    """Return substrings in lower case; see :func:`decays` for what is refused."""
     # A string is an iterable of strings too: its letters, which nearly every name contains.
     found = () if isinstance(substrings, str) else tuple(substrings)
     if isinstance(substrings, str) or not all(isinstance(each, str) for each in found):

@@ -43,6 +43,8 @@ class Owner(Protocol):
 
     state: Any
     bucket_bytes: int
+    #: What ranks brought to this step's vote as ranges: name -> the highest value.
+    agreed: Mapping[str, float]
 
 
 class Rule(ABC):
@@ -96,12 +98,20 @@ class Rule(ABC):
         """
 
 
-def gradient_of(member: Member, inv_scale: float | None) -> Tensor:
-    """Return this rank's part of a gradient, unscaled; a copy only where it is scaled."""
+def gradient_of(member: Member, inv_scale: float | None, *, widen: bool = False) -> Tensor:
+    """Return this rank's part of a gradient, unscaled; a copy only where it is scaled.
+
+    Args:
+        member: A parameter with a gradient.
+        inv_scale: What to multiply it by, or None.
+        widen: Multiply in float32: in float16 a small gradient would vanish.
+    """
     if member.param.grad is None:
         raise AssertionError("only parameters with a gradient are updated")
     grad = local(member.param.grad)
-    return grad if inv_scale is None else grad * inv_scale
+    if inv_scale is None:
+        return grad
+    return (grad.float() if widen else grad) * inv_scale
 
 
 def scalar_lr(group: Mapping[str, Any]) -> float | Tensor:

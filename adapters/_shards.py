@@ -97,7 +97,7 @@ def read_shards(param: Tensor, *, name: str, alone: bool = False) -> Shards:
         boxes(shape, layout.cuts)[index],
         tuple(any(cut.dim == dim for cut in layout.cuts) for dim in range(len(shape))),
         is_first_copy=all(mesh.get_local_rank(axis) == 0 for axis in copies),
-        order=(layout.ranks, layout.cuts),
+        order=(layout.ranks, layout.places, layout.cuts),
         groups=gather_groups(param),
         mesh_ranks=tuple(sorted(mesh.mesh.flatten().tolist())),
         mesh_groups=tuple(mesh.get_group(axis) for axis in axes),

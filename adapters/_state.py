@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from adapters._blocks import blocks_here
+from adapters._blocks import Part, blocks_here
 from adapters._codebook import check_levels
 from adapters._shards import Shards
 
@@ -103,6 +104,11 @@ class Kind:
         return tuple(value.shape) in (self.whole, (math.prod(self.whole),))
 
 
+@lru_cache(maxsize=4096)
+def _num_blocks(parts: tuple[Part, ...], period: int) -> tuple[int, ...]:
+    return tuple(len(blocks_here(part, period)) for part in parts)
+
+
 def kinds_of(shards: Shards, period: int) -> dict[str, Kind]:
     """Return what the state of a parameter may hold."""
     own = shards.own
@@ -116,8 +122,8 @@ def kinds_of(shards: Shards, period: int) -> dict[str, Kind]:
     def of_blocks(whole: Tensor) -> Tensor:
         return whole[blocks_here(own, period).to(whole.device)]
 
-    def num_blocks() -> list[int]:
-        return [len(blocks_here(part, period)) for part in shards.parts]
+    def num_blocks() -> Sequence[int]:
+        return _num_blocks(shards.parts, period)
 
     numels = [part.numel for part in shards.parts]
     box = tuple(length for _, length in shards.box)

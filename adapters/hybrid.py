@@ -35,8 +35,8 @@ from adapters._schedules import DEFAULT_COEFFICIENTS
 from adapters.options import MuonVariantOptions, ShardedMode, check_options, check_sharded_mode
 
 NamedParams: TypeAlias = Iterable[tuple[str, Tensor]]
-Muon = Literal["gefen", "dense"]
-Backup = Literal["gefen", "adamw"]
+MuonKind = Literal["gefen", "dense"]
+BackupKind = Literal["gefen", "adamw"]
 
 
 class Hybrid(QuantizedOptimizer):
@@ -122,8 +122,8 @@ class Hybrid(QuantizedOptimizer):
         backup_weight_decay: float | None = None,
         no_decay_substrings: Iterable[str] = (),
         backup_substrings: Iterable[str] = DEFAULT_BACKUP_SUBSTRINGS,
-        muon: Muon = "gefen",
-        backup: Backup = "gefen",
+        muon: MuonKind = "gefen",
+        backup: BackupKind = "gefen",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         backup_factored_v_2d: bool = False,
@@ -144,8 +144,8 @@ class Hybrid(QuantizedOptimizer):
         first_gradient: FirstGradient = "raise",
         control_group: consensus.Source = None,
     ) -> None:
-        self._muon: Muon = _choice("muon", muon, get_args(Muon))
-        self._backup: Backup = _choice("backup", backup, get_args(Backup))
+        self._muon: MuonKind = _choice("muon", muon, get_args(MuonKind))
+        self._backup: BackupKind = _choice("backup", backup, get_args(BackupKind))
         self._periods = period_rules(backup_1d_period_one, backup_2d_period_one, ())
         self.sharded_mode = check_sharded_mode(sharded_mode)
         self.codebook_refresh_every = check_refresh(codebook_refresh_every)
@@ -184,7 +184,9 @@ class Hybrid(QuantizedOptimizer):
             check_options(self._defaults_of[use_muon], rule.options, f"Hybrid, {half}")
         routes = _routes(muon_params, backup_params, backup_substrings)
         self._reasons = {route.name: route.reason for route in routes}
-        super().__init__(_groups(routes, tuple(no_decay_substrings)), {})
+        if not isinstance(no_decay_substrings, str):  # which is refused below
+            no_decay_substrings = tuple(no_decay_substrings)
+        super().__init__(_groups(routes, no_decay_substrings), {})
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> Hybrid:
@@ -281,7 +283,7 @@ def _routes(
     return routes
 
 
-def _groups(routes: Iterable[Route], no_decay_substrings: tuple[str, ...]) -> list[dict[str, Any]]:
+def _groups(routes: Iterable[Route], no_decay_substrings: Iterable[str]) -> list[dict[str, Any]]:
     muon: list[tuple[str, Tensor]] = []
     backup: list[tuple[str, Tensor]] = []
     no_decay: list[tuple[str, Tensor]] = []

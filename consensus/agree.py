@@ -40,6 +40,7 @@ class ControlRange:
     minimum: tuple[Number, ...]
     maximum: tuple[Number, ...]
     disagreeing: tuple[str, ...]  # names of the controls that are not equal on all ranks
+    names: tuple[str, ...] = ()  # of all controls
 
     @property
     def unanimous(self) -> bool:
@@ -121,6 +122,7 @@ def agree_range(
         minimum=tuple(item.minimum for item in found),
         maximum=tuple(item.maximum for item in found),
         disagreeing=tuple(item.name for item in found if not item.unanimous),
+        names=tuple(item.name for item in found),
     )
 
 

@@ -259,4 +259,5 @@ def _control_range(found: Any) -> ControlRange:
         tuple(item.minimum for item in found),
         tuple(item.maximum for item in found),
         tuple(item.name for item in found if not item.unanimous),
+        tuple(item.name for item in found),
     )

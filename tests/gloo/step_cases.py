@@ -139,6 +139,16 @@ def _gefen_muon(mesh: DeviceMesh, on: Place = ROWS) -> GefenMuon:
     return GefenMuon(_pairs(parameters(MATRICES, mesh, on)), lr=0.02)
 
 
+def _muon_by_owners(mesh: DeviceMesh, on: Place = ROWS) -> Muon:
+    named = _pairs(parameters(MATRICES, mesh, on))
+    return Muon(named, lr=0.02, sharded_mode="distributed")
+
+
+def _gefen_muon_by_owners(mesh: DeviceMesh, on: Place = ROWS) -> GefenMuon:
+    named = _pairs(parameters(MATRICES, mesh, on))
+    return GefenMuon(named, lr=0.02, normuon=True, sharded_mode="distributed")
+
+
 def _hybrid_of(muon: Named, backup: Named, options: dict[str, Any]) -> Hybrid:
     return Hybrid(muon.items(), backup.items(), lr=0.02, backup_factored_v_2d=True, **options)
 
@@ -182,6 +192,8 @@ KINDS = (
         moves_data=False,
         learns=False,
     ),
+    Kind("Muon, distributed", _muon_by_owners, learns=False),
+    Kind("GefenMuon, distributed", _gefen_muon_by_owners),
 )
 
 

@@ -357,7 +357,7 @@ DIFFERENT: dict[str, tuple[int, Callable[[VotingOptimizer], Callable[[], None]],
     "another codebook on one rank": (2, poke, "ranks disagree about codebook: "),
     "no codebook on one rank": (2, forget, "ranks disagree about codebook: "),
     "no state on one rank": (2, lose, "ranks disagree about periods: "),
-    "a step more on one rank": (2, count, "ranks disagree about codebook steps: "),
+    "a step more on one rank": (2, count, "ranks disagree about steps with the codebook: "),
 }
 
 

@@ -199,7 +199,7 @@ def test_ranks_with_other_options_are_told() -> None:
     first, second = on_ranks(other_choice, 2)
     assert first == second
     assert 'disagree about first_gradient: "raise" on rank 0; "defer" on rank 1' in first[0]
-    assert "disagree about codebook steps: [0, 0] on rank 0; [0, 5] on rank 1" in first[1]
+    assert "disagree about steps with the codebook: [0, 0] on rank 0; [0, 5] on rank 1" in first[1]
 
 
 def other_scope(rank: int) -> tuple[str, bool]:

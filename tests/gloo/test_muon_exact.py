@@ -295,20 +295,46 @@ def test_a_checkpoint_of_torchs_muon_goes_on_sharded() -> None:
     assert run_ranks(resumed_from_one_device, 2).values() == ([], [])
 
 
-def unsharded_state(rank: int) -> str:
+def resumed_from_whole_tensors(rank: int) -> list[str]:
     twins = Twins.of(CASES[0])
     reference = torchs_muon(twins.whole)
     twins.set_gradients(seed=1)
     reference.step()
     optimizer = Muon(named(twins.sharded))
     optimizer.load_state_dict(reference.state_dict())
-    return outcome(optimizer.step)
+    for sharded, param in zip(twins.sharded, twins.whole, strict=True):
+        local(sharded).copy_(local(shard(param.detach(), twins.mesh, twins.placements)))
+    twins.set_gradients(seed=2)
+    optimizer.step()
+    reference.step()
+    return twins.differences(optimizer, reference)
 
 
-def test_an_unsharded_momentum_for_a_sharded_parameter_is_refused_on_all_ranks() -> None:
-    for text in run_ranks(unsharded_state, 2).values():
-        assert "the state of layer.0 has shape (8, 8) and is a plain tensor" in text
-        assert "set_optimizer_state_dict" in text
+def test_a_state_dict_of_whole_tensors_is_cut_as_the_parameters_are() -> None:
+    assert run_ranks(resumed_from_whole_tensors, 2).values() == ([], [])
+
+
+def loads_two_checkpoints(rank: int) -> tuple[str, bool]:
+    """Each rank is given momenta of another shape, or none at all; no rank loads any."""
+    twins = Twins.of(CASES[0])
+    optimizer = Muon(named(twins.sharded))
+    twins.set_gradients(seed=1)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    if rank == 1:
+        saved["state"][0] = {"momentum_buffer": torch.zeros(3, 3)}
+    before = [local(state["momentum_buffer"]).clone() for state in optimizer.state.values()]
+    text = outcome(lambda: optimizer.load_state_dict(saved))
+    now = [local(state["momentum_buffer"]) for state in optimizer.state.values()]
+    return text, all(map(torch.equal, before, now))
+
+
+def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none() -> None:
+    (first, kept), (second, also_kept) = run_ranks(loads_two_checkpoints, 2).values()
+    assert first == second
+    assert "rank 1: ValueError: the state of layer.0, momentum_buffer" in first
+    assert kept
+    assert also_kept
 
 
 def compiled_step(rank: int) -> tuple[list[str], int]:

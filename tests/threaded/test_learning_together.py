@@ -187,7 +187,7 @@ def disagreeing(rank: int, recipe: Recipe, what: str) -> tuple[str, bool]:
     if rank == 1 and what == "periods":
         ours.state[twins.sharded[0]]["automatic_period"] = 16
         momenta.forget_facts()
-    if rank == 1 and what == "codebook steps":
+    if rank == 1 and what == "steps with the codebook":
         momenta.num_steps = 7
     if rank == 1 and what == "first_gradient":
         ours.first_gradient = "defer"
@@ -202,8 +202,8 @@ def disagreeing(rank: int, recipe: Recipe, what: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("recipe", "what"),
     [
-        *((BLOCK, what) for what in ("codebook", "periods", "codebook steps", "first_gradient")),
-        *((TUNED, what) for what in ("codebook", "periods", "codebook steps", "bucket_bytes")),
+        *((BLOCK, what) for what in ("codebook", "periods", "steps with the codebook", "first_gradient")),
+        *((TUNED, what) for what in ("codebook", "periods", "steps with the codebook", "bucket_bytes")),
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )

@@ -201,16 +201,16 @@ def test_state_dicts_load_in_both_directions() -> None:
     assert again.param_groups[0]["momentum"] == 0.5
 
 
-def test_a_momentum_of_another_shape_is_refused_at_the_next_step() -> None:
+def test_a_momentum_of_another_shape_is_refused_when_it_is_loaded() -> None:
     params = parameters()[:1]
     optimizer = Muon(params)
     set_gradients(params, seed=1)
     optimizer.step()
     state = optimizer.state_dict()
     state["state"][0] = {"momentum_buffer": torch.zeros(3, 3)}
-    optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"the state of parameter 0 has shape \(3, 3\)"):
-        optimizer.step()
+    with pytest.raises(ValueError, match=r"the state of parameter 0, .* has shape \(3, 3\)"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state[params[0]]["momentum_buffer"].shape == params[0].shape
 
 
 @pytest.mark.parametrize(
