@@ -92,6 +92,7 @@ class VotingOptimizer(Optimizer, ABC):
         Raises:
             consensus.GroupFailure: A hook, the closure or a check failed on some rank; nothing
                 was written on any. Without sharded parameters errors come as they are.
+            consensus.Disagreement: Ranks differ in parameters, options, gradients or state.
 
         Collectives:
             One agreement on the control group, if parameters are sharded; then those of the

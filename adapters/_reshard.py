@@ -1,4 +1,4 @@
-"""Shards <-> whole matrices: the only file of adapters that communicates."""
+"""Shards <-> whole matrices; with :mod:`adapters._exchange`, all of adapters that communicates."""
 
 from __future__ import annotations
 

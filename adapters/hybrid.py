@@ -92,7 +92,8 @@ class Hybrid(QuantizedOptimizer):
 
     Collectives:
         None at construction. In ``step``, if anything is sharded: one agreement over all ranks
-        of both halves, then those of Muon's half, then those of the backup.
+        of both halves, then those of Muon's half, then those of the backup. More when something
+        is learned, and in the distributed mode when matrices live on several meshes.
 
     Source:
         Gefen-X 0.5, whose options and defaults these are.

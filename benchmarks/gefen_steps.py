@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Contender:
     params: list[nn.Parameter]
     optimizer: Optimizer
     first: float = 0.0  # seconds of the step that learns
-    seconds: list[float] | None = None
+    seconds: list[float] = field(default_factory=list)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,12 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     contenders = build(options)
     for number in range(options.rounds + 1):
         give_gradients(contenders, options.seed + number)
-        for contender in contenders:
+        first = number % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
             start = time.perf_counter()
             contender.optimizer.step()
             seconds = time.perf_counter() - start
             if number:
-                contender.seconds = [*(contender.seconds or []), seconds]
+                contender.seconds.append(seconds)
             else:
                 contender.first = seconds
     where["load when ended"] = round(os.getloadavg()[0], 1)
@@ -110,18 +111,18 @@ def give_gradients(contenders: Sequence[Contender], seed: int) -> None:
     for params in zip(*(each.params for each in contenders), strict=True):
         grad = torch.randn(params[0].shape, generator=generator)
         for param in params:
-            param.grad = grad
+            param.grad = grad.clone()  # some contenders write it
 
 
 def measured(contender: Contender, contenders: Sequence[Contender]) -> Record:
     """Return the times and the state of one contender."""
-    seconds = contender.seconds or []
+    seconds = contender.seconds
     found: Record = {
         "first step, s": round(contender.first, 3),
         "later steps, ms": spread([1e3 * each for each in seconds]),
         "state, bytes a parameter": round(state_bytes(contender), 4),
     }
-    rivals = [each.seconds or [] for each in contenders if each.name == contender.rival]
+    rivals = [each.seconds for each in contenders if each.name == contender.rival]
     for rival in rivals:
         ratios = [own / its for own, its in zip(seconds, rival, strict=True)]
         found["ratio"] = round(statistics.median(ratios), 3)

@@ -192,7 +192,12 @@ def other_choice(rank: int) -> list[str]:
     return found
 
 
-CHOICES = {"first_gradient": ("raise", "defer"), "codebook_refresh_every": (0, 5)}
+CHOICES = {
+    "first_gradient": ("raise", "defer"),
+    "codebook_refresh_every": (0, 5),
+    "period_one_substrings": ((), ("up",)),
+    "force_1d_period_one": (False, True),
+}
 
 
 def test_ranks_with_other_options_are_told() -> None:
@@ -200,6 +205,10 @@ def test_ranks_with_other_options_are_told() -> None:
     assert first == second
     assert 'disagree about first_gradient: "raise" on rank 0; "defer" on rank 1' in first[0]
     assert "disagree about steps with the codebook: [0, 0] on rank 0; [0, 5] on rank 1" in first[1]
+    assert (
+        'disagree about period options: [false, false] on rank 0; [false, false, "up"]' in first[2]
+    )
+    assert "disagree about period options: [false, false] on rank 0; [true, false]" in first[3]
 
 
 def other_scope(rank: int) -> tuple[str, bool]:

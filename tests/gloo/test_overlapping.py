@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import consensus
-from adapters import Muon
+from adapters import Hybrid, Muon
+from adapters.options import ShardedMode
 from consensus import GroupFailure, any_failed, control_group, fail_together
 from consensus.testing import assert_unchanged, snapshot
 from tests.gloo._cases import caught, on_ranks
@@ -91,13 +92,13 @@ def test_a_failure_does_not_reach_ranks_that_are_not_tied() -> None:
 
 
 def steps_on(
-    rank: int, scopes: Sequence[tuple[int, ...]], reverse: Sequence[int]
+    rank: int, scopes: Sequence[tuple[int, ...]], reverse: Sequence[int], mode: ShardedMode
 ) -> tuple[list[str], bool]:
     """The optimizer's step fails on each rank in turn, then works."""
     params = named_parameters_on(meshes_of(rank, scopes))
     if rank in reverse:
         params.reverse()  # meshes are met in another order than on the other ranks
-    optimizer = Muon(params)
+    optimizer = Muon(params, sharded_mode=mode)
     before = snapshot(optimizer)
     texts = []
     for odd in range(dist.get_world_size()):
@@ -113,16 +114,34 @@ def steps_on(
     return texts, unchanged and len(optimizer.state) == len(params)
 
 
+@pytest.mark.parametrize("mode", ["exact", "distributed"])
 @pytest.mark.parametrize("reverse", [(), (1,)], ids=["in order", "in another order on one rank"])
-@pytest.mark.parametrize("scopes", [CHAIN, RING], ids=["chain", "ring"])
+@pytest.mark.parametrize(
+    "scopes",
+    [CHAIN, RING, NESTED, WIDE_AND_NARROW],
+    ids=["chain", "ring", "nested", "wide and narrow"],
+)
 def test_optimizers_on_overlapping_meshes_fail_together_and_go_on(
-    scopes: Sequence[tuple[int, ...]], reverse: Sequence[int]
+    scopes: Sequence[tuple[int, ...]], reverse: Sequence[int], mode: ShardedMode
 ) -> None:
-    by_rank = on_ranks(steps_on, 4, scopes, reverse)
+    by_rank = on_ranks(steps_on, 4, scopes, reverse, mode)
     for texts, fine in by_rank:
         assert fine
         for odd, text in enumerate(texts):
             assert f"Muon.step failed on rank {odd}" in text
+
+
+def halves_on_two_meshes(rank: int) -> list[str]:
+    """Owners compute a matrix on ranks 0 and 1; the other half lives on all three."""
+    *narrow, wide = meshes_of(rank, ((0, 1), (0, 1, 2)))
+    matrices = named_parameters_on(narrow)
+    others = [(f"other {name}", param) for name, param in named_parameters_on([wide])]
+    optimizer = Hybrid(matrices, others, sharded_mode="distributed")
+    return [str(caught(optimizer.step)) for _ in range(2)]
+
+
+def test_a_rank_without_matrices_takes_part_in_the_agreement_on_those_of_others() -> None:
+    assert on_ranks(halves_on_two_meshes, 3) == (["None", "None"],) * 3
 
 
 def unequal_halves(rank: int) -> tuple[str, list[tuple[str, str]]]:
