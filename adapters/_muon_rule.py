@@ -185,6 +185,7 @@ class MuonRule(Rule):
         self._planned_for: tuple[tuple[int, ...], int, frozenset[int]] = _NOTHING
         self._plan: tuple[Bucket, ...] = ()
         self._rounds: tuple[tuple[Round, Route], ...] = ()
+        self._hears_little = False  # as agreed in the step before
 
     def check_parameter(self, member: Member) -> None:
         """Raise unless the parameter is a real matrix whose placement is supported."""
@@ -204,7 +205,7 @@ class MuonRule(Rule):
     def read(self, members: Sequence[Member]) -> None:
         """Read where the shards of each matrix lie."""
         self._planned_for, self._plan, self._rounds = _NOTHING, (), ()
-        self._matrices, self._crews = {}, {}
+        self._matrices, self._crews, self._hears_little = {}, {}, False
         for position, name, param, _ in members if self.mode != "approx" else ():
             matrix = describe(param, position=position, name=name)
             if self.mode == "distributed" and isinstance(param, DTensor) and spans_ranks(param):
@@ -228,7 +229,8 @@ class MuonRule(Rule):
         if self.mode == "distributed":
             # A rank hears of a failure in the exchanges that it takes part in. Whether those
             # reach everyone concerned, each rank sees for its own meshes only.
-            vote.range(self.label + _HEARS_LITTLE, not self._hears_all(owner))
+            little = self._hears_little or not self._hears_all(owner)
+            vote.range(self.label + _HEARS_LITTLE, little)
 
     def compute(
         self, owner: Owner, members: Sequence[Member], inv_scale: float | None
@@ -332,7 +334,8 @@ class MuonRule(Rule):
                 for each in rounds
             )
             self._planned_for = (active, owner.bucket_bytes, with_rows)
-        commit_vote = bool(owner.agreed[self.label + _HEARS_LITTLE])
+        # Kept, so that ranks bring the same from now on: what differs takes more messages.
+        self._hears_little = commit_vote = bool(owner.agreed[self.label + _HEARS_LITTLE])
         compute_by_owners(self._rounds, pending, owner, orthogonalize, commit_vote=commit_vote)
 
     def _hears_all(self, owner: Any) -> bool:

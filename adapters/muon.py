@@ -33,7 +33,7 @@ class Muon(VotingOptimizer):
 
     ``sharded_mode="distributed"``: each matrix has one owner, to which every rank sends its shard
     once, in bfloat16 (Newton-Schulz starts with that cast); the owner computes, and sends each rank
-    its part of the update once. The bits are those of ``"exact"``. Momenta stay sharded. Owners
+    its part of the update once. The bits are those of ``"exact"``, for float32 parameters. Owners
     are chosen over all ranks that hold a shard or a copy of one, the largest matrix first to the
     rank with least to do, so on a mesh of copies no matrix is computed twice. A rank that fails
     while it packs or computes takes part in the exchanges to their end and says so in them: then

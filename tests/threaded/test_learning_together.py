@@ -202,8 +202,14 @@ def disagreeing(rank: int, recipe: Recipe, what: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("recipe", "what"),
     [
-        *((BLOCK, what) for what in ("codebook", "periods", "steps with the codebook", "first_gradient")),
-        *((TUNED, what) for what in ("codebook", "periods", "steps with the codebook", "bucket_bytes")),
+        *(
+            (BLOCK, what)
+            for what in ("codebook", "periods", "steps with the codebook", "first_gradient")
+        ),
+        *(
+            (TUNED, what)
+            for what in ("codebook", "periods", "steps with the codebook", "bucket_bytes")
+        ),
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )

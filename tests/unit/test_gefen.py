@@ -201,7 +201,11 @@ def test_an_option_out_of_range_is_refused_by_name(options: dict[str, Any], text
         ({"codebook_refresh_every": True}, ValueError, "codebook_refresh_every must be a number"),
         ({"codebook_refresh_every": 2.0}, ValueError, "codebook_refresh_every must be a number"),
         ({"first_gradient": "skip"}, ValueError, 'must be "raise" or "defer", but is: \'skip\''),
-        ({"period_one_substrings": "norm"}, TypeError, "period_one_substrings must be several strings"),
+        (
+            {"period_one_substrings": "norm"},
+            TypeError,
+            "period_one_substrings must be several strings",
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,279 @@
+"""What owners and holders of matrices send each other: all ranks here, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters import _exchange
+from adapters._exchange import Courier, joined
+from adapters._owners import Piece, Route, Task, plan_route
+from adapters._plan import Cut, Rectangle
+from tests.unit.owner_cases import MIB, SHAPES, Place, rounds_of
+
+Group: TypeAlias = tuple[int, ...]
+
+AGE = 12345.0  # of the moments of rows, in steps; bfloat16 has no such number
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Ranks numbered copy by copy; the copies lie on mesh axes of these sizes."""
+
+    cuts: tuple[Cut, ...]
+    copies: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (*self.copies, *(cut.num_ranks for cut in self.cuts))
+
+    @property
+    def ranks(self) -> range:
+        return range(math.prod(self.sizes))
+
+    def place(self, rank: int) -> Place:
+        num_copies = math.prod(self.copies)
+        num_parts = len(self.ranks) // num_copies
+        return Place(self.cuts, num_copies, *divmod(rank, num_parts))
+
+    def groups(self, rank: int) -> list[tuple[Group, int]]:
+        """Along each axis the ranks that differ from this one only there, and its place."""
+        found = []
+        for axis, size in enumerate(self.sizes):
+            step = math.prod(self.sizes[axis + 1 :])
+            own = rank // step % size
+            first = rank - own * step
+            found.append((tuple(first + step * place for place in range(size)), own))
+        return found
+
+
+CREWS = (
+    Crew((Cut(0, 2),)),
+    Crew((Cut(0, 3),)),
+    Crew((Cut(1, 4),)),
+    Crew((Cut(0, 2), Cut(1, 2))),
+    Crew((Cut(0, 2, 2), Cut(0, 2))),
+    Crew((), copies=(3,)),
+    Crew((Cut(0, 2),), copies=(2,)),
+    Crew((Cut(1, 2),), copies=(3,)),
+    Crew((Cut(0, 2),), copies=(2, 3)),
+    Crew((Cut(0, 2), Cut(1, 2)), copies=(2, 2)),
+)
+
+
+@dataclass
+class Post:
+    """Carries parcels between ranks that run one after the other, again and again.
+
+    In the first pass nobody's parcels are there yet. Each pass more of them are, as far as they
+    depend on no others, until a pass sends what the last one did.
+    """
+
+    sent: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    changed: bool = True
+    rank: int = 0
+    calls: int = 0
+
+    def all_to_all(
+        self, output: Tensor, given: Tensor, receive: list[int], send: list[int], group: Group
+    ) -> None:
+        parcels = [each.clone() for each in torch.split(given, send)]
+        before = self.sent.get((self.rank, self.calls))
+        self.changed |= before is None or not all(map(torch.equal, before, parcels))
+        self.sent[self.rank, self.calls] = parcels
+        place = group.index(self.rank)
+        got = [self.sent.get((peer, self.calls)) for peer in group]
+        for target, parcel in zip(torch.split(output, receive), got, strict=True):
+            if parcel is not None:
+                target.copy_(parcel[place])  # which fails unless it has that size
+        self.calls += 1
+
+    def run(self, crew: Crew, program: Callable[[int], Any]) -> list[Any]:
+        """Return what the program of each rank returns when nothing more changes."""
+        found: list[Any] = []
+        while self.changed:
+            self.changed, found = False, []
+            for rank in crew.ranks:
+                self.rank, self.calls = rank, 0
+                found.append(program(rank))
+        return found
+
+
+@pytest.fixture
+def post(monkeypatch: pytest.MonkeyPatch) -> Post:
+    made = Post()
+    monkeypatch.setattr(_exchange, "_all_to_all", made.all_to_all)
+    monkeypatch.setattr("torch.distributed.get_world_size", len)
+    monkeypatch.setattr(_exchange, "exchange_device", lambda param: torch.device("cpu"))
+    # What stands for a parameter is (crew, rank).
+    monkeypatch.setattr(
+        _exchange,
+        "gather_groups",
+        lambda at: [g for g, _ in at[0].groups(at[1])][len(at[0].copies) :],
+    )
+    monkeypatch.setattr(
+        _exchange, "_copy_groups", lambda at: at[0].groups(at[1])[: len(at[0].copies)]
+    )
+    return made
+
+
+def whole_of(position: int, factor: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(position)
+    return torch.randn(SHAPES[position], generator=generator) * factor
+
+
+def rows_of(position: int, factor: float = 1.0) -> Tensor:
+    return whole_of(position).square().mean(1) * factor
+
+
+def part_of(whole: Tensor, part: Rectangle) -> Tensor:
+    rows = slice(part.first_row, part.first_row + part.num_rows)
+    return whole[rows, part.first_col : part.first_col + part.num_cols]
+
+
+def courier_of(crew: Crew, rank: int, which: int, bucket_bytes: int) -> tuple[Courier, Route]:
+    round_ = rounds_of(crew.place(rank), bucket_bytes=bucket_bytes)[which]
+    route = plan_route(round_, crew.place(rank).number)
+    at: Any = (crew, rank)
+    return Courier(round_, route, at), route
+
+
+def pack(courier: Courier, task: Task, piece: Piece) -> None:
+    rows = rows_of(task.position)[piece.part.first_row :][: piece.part.num_rows]
+    shard = part_of(whole_of(task.position), piece.part)
+    with_age = torch.cat([rows, torch.tensor([AGE])])
+    courier.pack(piece, shard, with_age if task.with_rows else None)
+
+
+def bits(tensor: Tensor) -> list[int]:
+    kind = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[tensor.dtype]
+    return tensor.contiguous().view(kind).flatten().tolist()
+
+
+def exchange(
+    crew: Crew, rank: int, which: int, bucket_bytes: int, fails: tuple[int, str] | None = None
+) -> tuple[list[str], bool]:
+    """What is wrong on this rank after a round of exchanges, and whether it has heard of it."""
+    courier, route = courier_of(crew, rank, which, bucket_bytes)
+    for task, piece in route.gathered:
+        pack(courier, task, piece)
+    found = []
+    courier.to_owners(failed=fails == (rank, "packing"))
+    views = courier.views()
+    for task, got, sent in route.owned:
+        whole, rows, age = courier.assemble(task, got)
+        if (age is not None) != task.with_rows or (age is not None and float(age) != AGE):
+            found.append(f"age of {task.position}")
+        if bits(whole) != bits(whole_of(task.position).bfloat16()) or not whole.is_contiguous():
+            found.append(f"gathered {task.position}")
+        if task.with_rows != (rows is not None) or (
+            rows is not None and bits(rows) != bits(rows_of(task.position))
+        ):
+            found.append(f"rows of {task.position}")
+        result = rows_of(task.position, -3.0) if task.with_rows else None
+        courier.pack_result(sent, whole_of(task.position, -2.0).bfloat16(), result)
+    courier.from_owners(failed=fails is not None and fails[0] == rank)
+    for task, piece in route.returned:
+        update, halves = views[task.position]
+        if bits(update) != bits(part_of(whole_of(task.position, -2.0).bfloat16(), piece.part)):
+            found.append(f"update of {task.position}")
+        own = rows_of(task.position, -3.0)[piece.part.first_row :][: piece.part.num_rows]
+        if bits(joined(halves)) != (bits(own) if task.with_rows and piece.part.numel else []):
+            found.append(f"new rows of {task.position}")
+    assert len(views) == len(route.returned)
+    return found, bool(courier.heard)
+
+
+@pytest.mark.parametrize("bucket_bytes", [300, MIB])
+@pytest.mark.parametrize("crew", CREWS, ids=str)
+def test_matrices_reach_their_owners_and_updates_come_back(
+    crew: Crew, bucket_bytes: int, post: Post
+) -> None:
+    for which in range(len(rounds_of(crew.place(0), bucket_bytes=bucket_bytes))):
+        post.changed = True
+        post.sent.clear()
+        found = post.run(crew, lambda rank: exchange(crew, rank, which, bucket_bytes))  # noqa: B023
+        assert found == [([], False)] * len(crew.ranks)
+        assert post.calls == 2 * len(crew.cuts) + len(crew.copies)
+
+
+@pytest.mark.parametrize("crew", CREWS, ids=str)
+def test_all_ranks_of_a_crew_hear_of_a_failure_on_any(crew: Crew, post: Post) -> None:
+    some = crew.ranks[:: 1 + len(crew.ranks) // 5]  # of large crews
+    for fails in itertools.product(some, ("packing", "computing")):
+        post.changed = True
+        post.sent.clear()
+        found = post.run(crew, lambda rank: exchange(crew, rank, 0, MIB, fails))  # noqa: B023
+        assert [heard for _, heard in found] == [True] * len(crew.ranks), fails
+        # They had no fewer exchanges for it.
+        assert post.calls == 2 * len(crew.cuts) + len(crew.copies)
+
+
+def test_a_rank_that_failed_sends_zeros_and_no_other_rank_does(post: Post) -> None:
+    crew = CREWS[1]
+    post.run(crew, lambda rank: exchange(crew, rank, 0, MIB, (1, "packing")))
+    for rank in crew.ranks:
+        for parcel in post.sent[rank, 0]:
+            assert parcel[-1] == (rank == 1)
+            assert bool(parcel[:-1].any()) == (rank != 1 and len(parcel) > 1)
+        for parcel in post.sent[rank, 1]:
+            assert parcel[-1] == 1.0  # all have heard
+
+
+def test_what_is_left_unpacked_travels_as_zeros(post: Post) -> None:
+    crew = CREWS[0]
+
+    def unpacked(rank: int) -> None:
+        courier, _ = courier_of(crew, rank, 0, MIB)
+        courier.to_owners(failed=False)
+        courier.from_owners(failed=False)
+
+    post.run(crew, unpacked)
+    assert not any(parcel.any() for parcels in post.sent.values() for parcel in parcels)
+
+
+# ---- float32 numbers that travel as bfloat16 ----
+
+AWKWARD = (0.0, -0.0, 1 / 3, 1e-42, -1e38, float("inf"), float("-inf"), float("nan"))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_moments_of_rows_keep_their_bits_wherever_they_lie(offset: int) -> None:
+    numbers = torch.tensor([*AWKWARD, 0.0])
+    numbers.view(torch.int32)[-1] = 0x7FA0_1234  # a NaN with a payload, and a signalling one
+    buffer = torch.zeros(offset + 2 * len(numbers), dtype=torch.bfloat16)
+    buffer[offset:].copy_(numbers.view(torch.bfloat16))
+    assert bits(joined(buffer[offset:])) == bits(numbers)
+
+
+def test_no_moments_are_none() -> None:
+    assert joined(torch.zeros(0, dtype=torch.bfloat16)).shape == (0,)
+
+
+def test_only_a_part_with_the_start_of_its_rows_brings_their_moments() -> None:
+    columns = Place((Cut(1, 2),))
+    (round_,) = rounds_of(columns)
+    for number in columns.numbers:
+        for task, piece in plan_route(round_, number).gathered:
+            along = task.with_rows and number == 0
+            # And their age.
+            assert piece.length - piece.part.numel == 2 * (piece.part.num_rows + 1) * along
+
+
+def parts(sizes: Sequence[int]) -> list[Tensor]:
+    return list(torch.split(torch.arange(sum(sizes)), list(sizes)))
+
+
+def test_parcels_are_put_into_another_order_by_size() -> None:
+    sizes, order = (2, 0, 3, 1), (3, 0, 2, 1)
+    expected = torch.cat([parts(sizes)[place] for place in order])
+    assert torch.equal(_exchange._sorted(torch.arange(6), (sizes, order)), expected)
+    buffer = torch.arange(6)
+    assert _exchange._sorted(buffer, None) is buffer
