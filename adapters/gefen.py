@@ -45,7 +45,9 @@ class Gefen(QuantizedOptimizer):
 
     A step writes nothing until all its collectives have returned and all updates are computed,
     which takes 5 bytes for each element on this rank while the step runs. (What the first step has
-    learned before it fails there stays learned, on all ranks.)
+    learned before it fails there stays learned, on all ranks. An exception between two of these
+    collectives, such as running out of memory, reaches no peer: they wait for the timeout of their
+    group.)
 
     Args:
         params: Parameters, groups of them, or named parameters.

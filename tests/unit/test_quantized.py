@@ -320,6 +320,17 @@ def test_a_copy_goes_on_as_the_original(kind: Kind, copied: Any, steps: tuple[in
 LEARNED = ("automatic_period", "rule 0, codebook", "rule 1, codebook")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_compiled_step_has_the_same_bits(kind: Kind) -> None:
+    optimizer, twin = kind.make(), kind.make()
+    step: Any = torch.compile(optimizer.step, backend="eager")
+    optimizer.step = step  # type: ignore[method-assign]
+    train(optimizer, 1, 2, 3)
+    train(twin, 1, 2, 3)
+    assert differences(snapshot(optimizer), snapshot(twin)) == []
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("first", [1, 2], ids=["first step", "second step"])
 def test_a_step_that_fails_half_way_can_be_made_again(kind: Kind, first: int) -> None:
