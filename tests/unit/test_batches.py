@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from adapters import Muon, _batches, _muon_rule
-from adapters._batches import MAX_NUMEL, Kind, in_batches, newton_schulz_stacked, stackable
+from adapters._batches import (
+    MAX_NUMEL,
+    MIN_SIDE,
+    Kind,
+    in_batches,
+    newton_schulz_stacked,
+    stackable,
+)
 from adapters._newton_schulz import DEFAULT_EPS, DEFAULT_SCHEDULE, newton_schulz
 from adapters._schedules import SCHEDULES, Schedule
 
@@ -26,7 +33,7 @@ def matrices(rows: int, cols: int, number: int = 3) -> list[Tensor]:
 @pytest.mark.parametrize(
     "schedule", [DEFAULT_SCHEDULE, SCHEDULES["polar5"]], ids=["default", "polar5"]
 )
-@pytest.mark.parametrize("shape", [(8, 8), (16, 64), (64, 16), (1, 5), (5, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 32), (33, 65), (64, 33), (64, 256)], ids=str)
 def test_a_stack_has_the_bits_of_each(shape: tuple[int, int], schedule: Schedule) -> None:
     each = matrices(*shape)
     before = [matrix.clone() for matrix in each]
@@ -44,14 +51,15 @@ def test_a_zero_matrix_in_a_stack_stays_zero() -> None:
 
 
 def test_only_small_matrices_of_which_there_are_several_are_stacked() -> None:
-    rows = MAX_NUMEL // 16 + 1
-    kinds = [kind(8, 8), kind(8, 8), kind(4, 4), kind(rows, 16), kind(rows, 16)]
-    assert stackable(kinds, CPU) <= {kind(8, 8)}
+    rows = MAX_NUMEL // 64 + 1
+    large, tiny = kind(rows, 64), kind(MIN_SIDE - 1, 64)
+    kinds = [kind(64, 64), kind(64, 64), kind(40, 40), large, large, tiny, tiny]
+    assert stackable(kinds, CPU) <= {kind(64, 64)}
     assert stackable(kinds, torch.device("meta")) == frozenset()
 
 
 def test_what_comes_out_otherwise_is_not_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = kind(7, 9)
+    odd = kind(37, 39)
     monkeypatch.setattr(
         _batches, "newton_schulz_stacked", lambda each, _: [matrix.bfloat16() for matrix in each]
     )
@@ -76,7 +84,7 @@ def test_a_step_in_batches_has_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> N
         return newton_schulz_stacked(each, same)
 
     monkeypatch.setattr(_muon_rule, "newton_schulz_stacked", counted)
-    shapes = [(8, 8), (6, 10), (8, 8), (6, 10), (8, 8), (10, 6)]
+    shapes = [(40, 40), (33, 50), (40, 40), (33, 50), (40, 40), (50, 33)]
     ours = [nn.Parameter(matrices(*shape, 1)[0]) for shape in shapes]
     torchs = [nn.Parameter(param.detach().clone()) for param in ours]
     optimizers = Muon(ours), torch.optim.Muon(torchs)
@@ -88,20 +96,20 @@ def test_a_step_in_batches_has_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> N
             optimizer.step()
     assert all(map(torch.equal, ours, torchs))
     expected = [
-        n for s, n in (((8, 8), 3), ((6, 10), 2)) if kind(*s) in stackable([kind(*s)] * 2, CPU)
+        n for s, n in (((40, 40), 3), ((33, 50), 2)) if kind(*s) in stackable([kind(*s)] * 2, CPU)
     ]
     assert stacks == expected * 3
 
 
 def test_options_that_change_after_matrices_were_grouped_are_followed() -> None:
-    params = [nn.Parameter(matrix) for matrix in matrices(8, 8, 2)]
+    params = [nn.Parameter(matrix) for matrix in matrices(48, 48, 2)]
     groups = [{"params": [param]} for param in params]
     twins = [nn.Parameter(param.detach().clone()) for param in params]
     ours, torchs = Muon(groups), torch.optim.Muon([{"params": [param]} for param in twins])
     for steps in (5, 3):
         ours.param_groups[1]["ns_steps"] = torchs.param_groups[1]["ns_steps"] = steps
         for a, b in zip(params, twins, strict=True):
-            a.grad = matrices(8, 8, 1)[0]
+            a.grad = matrices(48, 48, 1)[0]
             b.grad = a.grad.clone()
         ours.step()
         torchs.step()
