@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeAlias
 
-from adapters._plan import BYTES_PER_ELEMENT, Layout, Matrix, Ranks, Rectangle, Shape, rectangles
+from adapters._plan import Layout, Matrix, Ranks, Rectangle, Shape, rectangles, split_by_bytes
 
 Parcel: TypeAlias = tuple[int, int]  # source, destination
 Size: TypeAlias = Callable[[int, int], int]  # elements of a parcel
@@ -150,7 +150,7 @@ def plan_rounds(
             for each in sorted(matrices, key=lambda each: each.position)
             if each.position in wanted
         ]
-        rounds += [Round(crew, part) for part in _split_by_bytes(tasks, bucket_bytes)]
+        rounds += [Round(crew, tuple(part)) for part in split_by_bytes(tasks, bucket_bytes)]
     return tuple(rounds)
 
 
@@ -158,19 +158,6 @@ def _task(matrix: Matrix, crew: Crew, slot: int, with_rows: bool) -> Task:
     copy, owner = divmod(slot, crew.num_parts)
     parts = rectangles(matrix.shape, crew.layout.cuts)
     return Task(matrix.position, matrix.shape, parts, copy, owner, with_rows)
-
-
-def _split_by_bytes(tasks: Sequence[Task], limit: int) -> list[tuple[Task, ...]]:
-    parts: list[list[Task]] = []
-    room = 0
-    for task in tasks:
-        size = math.prod(task.shape) * BYTES_PER_ELEMENT
-        if not parts or size > room:
-            parts.append([])
-            room = limit
-        parts[-1].append(task)
-        room -= size
-    return [tuple(part) for part in parts]
 
 
 # ---- one rank's part in a round ----

@@ -19,11 +19,22 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 Ranks: TypeAlias = tuple[int, ...]
 Shape: TypeAlias = tuple[int, int]
 Span: TypeAlias = tuple[int, int]  # start, length
+
+
+class HasShape(Protocol):
+    """A whole matrix, whatever else is known of it."""
+
+    @property
+    def shape(self) -> Shape:
+        """Rows and columns."""
+
+
+HasShapeT = TypeVar("HasShapeT", bound=HasShape)
 
 BYTES_PER_ELEMENT = 2  # bfloat16, the type in which a matrix travels
 DEFAULT_BUCKET_BYTES = 64 * 2**20
@@ -244,19 +255,20 @@ def plan_buckets(
     return tuple(
         _bucket(layout, part)
         for layout in sorted(by_layout)
-        for part in _split_by_bytes(by_layout[layout], bucket_bytes)
+        for part in split_by_bytes(by_layout[layout], bucket_bytes)
     )
 
 
-def _split_by_bytes(matrices: Sequence[Matrix], limit: int) -> list[list[Matrix]]:
-    parts: list[list[Matrix]] = []
+def split_by_bytes(items: Sequence[HasShapeT], limit: int) -> list[list[HasShapeT]]:
+    """Return runs of up to ``limit`` bytes as bfloat16; a matrix larger than that is alone."""
+    parts: list[list[HasShapeT]] = []
     room = 0
-    for matrix in matrices:
-        size = math.prod(matrix.shape) * BYTES_PER_ELEMENT
+    for item in items:
+        size = math.prod(item.shape) * BYTES_PER_ELEMENT
         if not parts or size > room:
             parts.append([])
             room = limit
-        parts[-1].append(matrix)
+        parts[-1].append(item)
         room -= size
     return parts
 
