@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from adapters._data_phase import DataPhase
 from adapters._rules import (
     Member,
     Owner,
@@ -76,22 +77,29 @@ class AdamWRule(Rule):
             check_state(member.name, member.param, state.get(name))
 
     def compute(
-        self, owner: Owner, members: Sequence[Member], inv_scale: float | None
+        self,
+        owner: Owner,
+        members: Sequence[Member],
+        inv_scale: float | None,
+        phase: DataPhase,
     ) -> Sequence[Write]:
         """Return the steps of all groups; nothing is computed before they are written."""
         by_group: dict[int, list[Member]] = {}
         for member in members:
             by_group.setdefault(id(member.group), []).append(member)
-        return [
-            _Pending(
-                some,
-                [gradient_of(member, inv_scale) for member in some],
-                [_moments(owner, member) for member in some],
-                _options(some[0].group),
-                owner.state,
-            )
-            for some in by_group.values()
-        ]
+        steps = phase.attempt(
+            lambda: [
+                _Pending(
+                    some,
+                    [gradient_of(member, inv_scale) for member in some],
+                    [_moments(owner, member) for member in some],
+                    _options(some[0].group),
+                    owner.state,
+                )
+                for some in by_group.values()
+            ]
+        )
+        return steps or ()
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,34 +1,29 @@
-"""The step that the optimizers here have in common: hooks, closure, one agreement, then the update.
-
-[Note: hooks inside the agreement]
-    torch runs step hooks around ``step``. A pre-hook that raises on one rank would then leave
-    before the agreement and strand the others in it. So ``step`` here runs the hooks itself, the
-    pre-hooks inside the agreement, and says ``step.hooked`` so that torch does not wrap it. What
-    a hook receives and may return is as in torch.
-"""
+"""The step that all optimizers here have in common: hooks, closure, agreement, then the update."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
-from typing import Any, ClassVar, TypeAlias, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer, optimizer
+from torch.optim import Optimizer
 
 import consensus
 from adapters._checkpoint import pack, stage
 from adapters._codebook import make_codebook
+from adapters._data_phase import DataPhase
+from adapters._hooks import Closure, closure_of, run_post_hooks, run_pre_hooks
 from adapters._plan import DEFAULT_BUCKET_BYTES
 from adapters._rules import Member, Rule, Write, check_gradient, spans_ranks
+from adapters._transports import Transport
 from adapters.options import check_options
 
-Closure: TypeAlias = Callable[[], float]
+_COMMIT_VOTE = "a failure that not all would hear of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +48,14 @@ class VotingOptimizer(Optimizer, ABC):
     #: Upper limit for the whole matrices that are gathered at once, in bytes as bfloat16. Equal
     #: on all ranks.
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    #: How shards travel to owners in the distributed mode: ``"all_to_all"``, or, where that is
+    #: unreliable, ``"p2p"`` or ``"gather"``. Equal on all ranks.
+    transport: Transport = "all_to_all"
+    #: Whether torch.compile may look into an update in which this rank meets no other.
+    traceable: ClassVar[bool] = True
+    #: Whether ranks agree once more before they write, so that a failure after the last exchange,
+    #: or on a rank with which others exchange nothing, stops all. Equal on all ranks.
+    commit_vote: bool = False
 
     #: Attributes that a copy takes along. Process groups do not pickle, so a copy derives its
     #: control group from its parameters.
@@ -110,46 +113,30 @@ class VotingOptimizer(Optimizer, ABC):
             self.__dict__.pop("found_inf", None)
             raise
 
-    # See [Note: hooks inside the agreement].
+    # See [Note: hooks inside the agreement] in _hooks.py.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _agree_and_update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         with consensus.preflight(self) as vote:
-            args, kwargs = self._run_pre_hooks(args, kwargs)
-            loss: float | None = vote.closure(_closure_of(args, kwargs))
-            self._check(vote)
+            args, kwargs = run_pre_hooks(self, args, kwargs)
+            loss: float | None = vote.closure(closure_of(args, kwargs))
+            phase = self._check(vote)
         self.agreed = dict(zip(vote.ranges.names, vote.ranges.maximum, strict=True))
         if not vote.skip and self._prepare(vote):
-            self._execute(vote.inv_scale)
-        self._optimizer_step_code()
-        for hook in chain(
-            self._optimizer_step_post_hooks.values(),
-            optimizer._global_optimizer_post_hooks.values(),
-        ):
-            hook(self, args, kwargs)
+            # Where ranks exchange, what is done depends on errors and on peers.
+            traced = self.traceable and not phase.has_peers
+            (self._execute if traced else self._execute_untraced)(vote.inv_scale, phase)
+        run_post_hooks(self, args, kwargs)
         return loss
 
-    def _execute(self, inv_scale: float | None) -> None:
+    def _execute(self, inv_scale: float | None, phase: DataPhase) -> None:
         # A frame of its own that names torch: torch.compile then traces the update as one graph.
         with torch.no_grad():
-            self._update(inv_scale)
+            self._update(inv_scale, phase)
 
-    def _run_pre_hooks(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for hook in chain(
-            optimizer._global_optimizer_pre_hooks.values(),
-            self._optimizer_step_pre_hooks.values(),
-        ):
-            result = hook(self, args, kwargs)
-            if result is None:
-                continue
-            if not (isinstance(result, tuple) and len(result) == 2):
-                raise RuntimeError(
-                    f"a step pre-hook must return None or (new_args, new_kwargs), got {result!r}"
-                )
-            args, kwargs = result
-        return args, kwargs
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _execute_untraced(self, inv_scale: float | None, phase: DataPhase) -> None:
+        self._execute(inv_scale, phase)
 
     # ---- parameters and their rules ----
 
@@ -197,6 +184,7 @@ class VotingOptimizer(Optimizer, ABC):
         self._known = _Known()
         self._state_is_checked = False
         self._has_state: tuple[int, dict[tuple[int, ...], str]] = (-1, {})
+        self._needs_commit_vote = False  # as agreed in the step before
         rules = {id(rule): rule for rule in map(self._rule_of, self.param_groups)}
         self.casts_votes = any(rule.meets_ranks for rule in rules.values())
         # True makes GradScaler hand the overflow over to the step, so that ranks agree on it.
@@ -248,11 +236,14 @@ class VotingOptimizer(Optimizer, ABC):
     # ---- one step ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _check(self, vote: consensus.preflight) -> None:
+    def _check(self, vote: consensus.preflight) -> DataPhase:
         """Raise for anything this rank can see is wrong. Runs after the closure, inside the vote.
 
         Args:
             vote: Takes facts that must be equal on all ranks.
+
+        Returns:
+            What the step needs until it writes, memory for its exchanges included.
 
         Collectives:
             None.
@@ -261,36 +252,56 @@ class VotingOptimizer(Optimizer, ABC):
             known = self._read_parameters()
         for member in known.to_check:
             check_gradient(member.name, member.param)
+        group = consensus.control_group(self)
+        phase = DataPhase(group.ranks if self.casts_votes and not group.is_local else ())
         for rule, members in known.by_rule:
             if not self._state_is_checked:
                 for member in members:
                     rule.check_state(self, member)
             rule.vote(self, members, vote)
+            phase.reserve(rule.label, rule.plan(self, members))
         self._state_is_checked = True
         for ranks, which in self._which_have_state().items():
             vote.same("state", which, ranks=ranks)
         # A rank that failed where its peers could not hear of it has made one less.
         vote.same("updates made", self._num_updates)
+        if phase.has_peers:
+            vote.same("commit_vote", self.commit_vote)
+            # Each rank sees this for its own parameters only. Kept, so that ranks bring the same
+            # from then on: what differs takes more messages.
+            wanted = any(rule.needs_commit_vote(group.ranks, its) for rule, its in known.by_rule)
+            vote.range(_COMMIT_VOTE, self._needs_commit_vote or wanted)
+        return phase
 
     def _prepare(self, vote: consensus.preflight) -> bool:
         """Get ready for the update that all ranks agreed to make; return whether to make it."""
         del vote
         return True
 
-    def _update(self, inv_scale: float | None) -> None:
+    def _update(self, inv_scale: float | None, phase: DataPhase) -> None:
         """Make the step. Runs without gradient tracking, after all ranks agreed to proceed.
 
         Args:
             inv_scale: What to multiply gradients by, or None. ``p.grad`` itself is not written.
+            phase: Holds memory for exchanges, and takes errors.
         """
         writes: list[Write] = []
-        for rule, members in self._known.by_rule:
+        # The last rule's first. AdamW's is torch's own, which computes as it writes; and a failure
+        # of any is heard in the exchanges of the first, Muon's.
+        for rule, members in reversed(self._known.by_rule):
             active = [member for member in members if member.param.grad is not None]
-            writes += rule.compute(self, active, inv_scale)
-        # The last rule's first: AdamW's is torch's own, which computes as it writes.
-        for write in reversed(writes):
+            writes += rule.compute(self, active, inv_scale, phase)
+        if phase.has_peers:
+            self._settle(phase)
+        for write in writes:
             write.commit()
         self._num_updates += 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _settle(self, phase: DataPhase) -> None:
+        """Return if the step may be written; see :meth:`DataPhase.settle`."""
+        self._needs_commit_vote = bool(self.agreed[_COMMIT_VOTE])
+        phase.settle(self, commit_vote=self.commit_vote or self._needs_commit_vote)
 
     # ---- state dicts ----
 
@@ -365,12 +376,3 @@ class VotingOptimizer(Optimizer, ABC):
                     rule.momenta.set_record(record)
         self._forget()
         self._install()
-
-
-def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Bind the arguments of ``step`` as Python would, so that a wrong one raises as usual."""
-
-    def step(self: Optimizer, closure: Closure | None = None) -> Closure | None:
-        return closure
-
-    return step(*args, **kwargs)

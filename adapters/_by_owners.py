@@ -1,21 +1,32 @@
-"""Each matrix computed once: shards to its owner, Newton-Schulz there, the update's parts back."""
+"""Each matrix computed once: shards to its owner, Newton-Schulz there, the update's parts back.
+
+[Note: rounds in a pipeline]
+    On a GPU, while one round is computed the parcels of the next travel to their owners, and the
+    updates of the one before travel back. So three rounds have memory at a time. On CPUs nothing
+    is won: what carries parcels there and what multiplies are the same cores. Between rounds of
+    different crews there is none of that: ranks of both would start exchanges of a group that the
+    crews share in different orders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-import consensus
 from adapters._batches import Kind, in_batches
-from adapters._exchange import Courier
-from adapters._owners import Round, Route
+from adapters._data_phase import DataPhase
+from adapters._exchange import Courier, Lines
 from adapters._rules import Member, local
+
+
+def rounds_ahead(device: torch.device) -> int:
+    """Return how many rounds are sent before one is computed; see [Note: rounds in a pipeline]."""
+    return 0 if device.type == "cpu" else 1
 
 
 class Work(Protocol):
@@ -42,76 +53,80 @@ class Work(Protocol):
 Orthogonalize: TypeAlias = Callable[[Sequence[Any], Sequence[Tensor]], list[Tensor]]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def memory_of_rounds(lines: Iterable[Lines]) -> dict[torch.device, int]:
+    """Return how many bfloat16 elements the exchanges of a step need on each device.
+
+    That is 2 bytes for each element of this rank's shards, where updates come back; and, for as
+    many rounds as are under way at once, this rank's shards and the matrices it owns: at most one
+    bucket in bytes as bfloat16, and a rank's share of one.
+    """
+    found: dict[torch.device, int] = {}
+    for device, some in _by_device(lines).items():
+        num_slots = min(1 + 2 * rounds_ahead(device), len(some))
+        longest = max(each.numel for each in some)
+        found[device] = sum(each.num_returned for each in some) + num_slots * longest
+    return found
+
+
 def compute_by_owners(
-    rounds: Sequence[tuple[Round, Route]],
+    lines: Sequence[Lines],
     pending: Mapping[int, Any],
-    owner: Any,
     orthogonalize: Orthogonalize,
-    *,
-    commit_vote: bool,
+    memory: Mapping[torch.device, Tensor],
+    phase: DataPhase,
 ) -> None:
     """Set the update of each pending matrix; nothing is written.
 
-    See [Note: a failure travels along]: a rank that fails takes part to the end, and then all
-    raise.
-
     Args:
-        rounds: What travels together; equal on all ranks of each crew.
-        pending: Position -> :class:`Work`, of the matrices with a gradient.
-        owner: The optimizer, in whose control group ranks agree.
+        lines: Of the rounds, in the order in which all ranks of each crew take them.
+        pending: Position -> :class:`Work`, of the matrices with a gradient; nothing if ``phase``
+            has failed.
         orthogonalize: Newton-Schulz of matrices of one kind, or of a single one.
-        commit_vote: Whether to agree before anything is written: needed where a rank that is tied
-            to others takes no part in some of the exchanges, and so hears nothing in them.
-
-    Raises:
-        consensus.GroupFailure: A rank failed while it packed or computed.
+        memory: Of :func:`memory_of_rounds`. Updates are views of it.
+        phase: Takes errors, and is told of those elsewhere.
 
     Collectives:
-        Each round: one all_to_all of bfloat16 for each cut to the owners, and one back; with
-        copies of shards, one more for each axis that copies. An agreement on a failure, or if
-        ``commit_vote``.
+        Each round: one exchange of bfloat16 for each cut to the owners, and one back; with
+        copies of shards, one more for each axis that copies. All ranks of its crew must call.
     """
-    errors: list[BaseException] = []
-    heard = [_take_part(*each, pending, orthogonalize, errors) for each in rounds]
-    failed = bool(heard) and bool(torch.stack(heard).any())
-    if not (failed or commit_vote):
-        return
-    phase = f"{type(owner).__name__}.step: updates by owners"
-    with consensus.fail_together(phase, owner) if commit_vote or failed else nullcontext():
-        if errors:
-            raise errors[0]
-    if failed:
-        raise AssertionError("a rank failed, but none brought an error")
+    couriers = {}
+    for device, some in _by_device(lines).items():
+        free = memory[device]
+        for each in some:
+            returned, free = free[: each.num_returned], free[each.num_returned :]
+            couriers[each] = partial(Courier, each, returned=returned, phase=phase)
+        longest = max(each.numel for each in some)
+        for i, each in enumerate(some):
+            slot = i % (1 + 2 * rounds_ahead(device))
+            couriers[each] = partial(couriers[each], free[slot * longest : (slot + 1) * longest])
+    for _, crew in groupby(lines, key=lambda each: each.round.crew.order):
+        some = list(crew)
+        ahead = rounds_ahead(some[0].device)
+        _take_rounds([couriers[each] for each in some], ahead, pending, orthogonalize, phase)
 
 
-def _take_part(
-    round_: Round,
-    route: Route,
+def _take_rounds(
+    make: Sequence[Callable[[], Courier]],
+    ahead: int,
     pending: Mapping[int, Any],
     orthogonalize: Orthogonalize,
-    errors: list[BaseException],
-) -> Tensor:
-    """Take part in one round, also after an error; return whether any rank had one, shape ()."""
-    first = pending[round_.tasks[0].position].member.param
-    if not isinstance(first, DTensor):
-        raise AssertionError("what travels is sharded")
-    courier = Courier(round_, route, first)
-    _attempt(errors, partial(_pack, courier, pending))
-    courier.to_owners(failed=bool(errors))
-    _attempt(errors, partial(_compute, courier, pending, orthogonalize))
-    courier.from_owners(failed=bool(errors))
-    return courier.heard
-
-
-def _attempt(errors: list[BaseException], work: Any) -> None:
-    """Do some work unless some has failed; an error waits until peers have been told."""
-    if errors:
-        return
-    try:
-        work()
-    except BaseException as error:  # raised by the caller, when all know
-        errors.append(error)
+    phase: DataPhase,
+) -> None:
+    """Take part in the rounds of one crew, also after an error."""
+    couriers: list[Courier] = []
+    for number in range(len(make)):
+        for following in make[len(couriers) : number + ahead + 1]:
+            couriers.append(following())
+            phase.attempt(partial(_pack, couriers[-1], pending))
+            couriers[-1].to_owners()
+        courier = couriers[number]
+        courier.at_owners()
+        phase.attempt(partial(_compute, courier, pending, orthogonalize))
+        courier.from_owners()
+        if number >= ahead:
+            couriers[number - ahead].back_from_owners()
+    for courier in couriers[len(make) - ahead :]:
+        courier.back_from_owners()
 
 
 def _pack(courier: Courier, pending: Mapping[int, Work]) -> None:
@@ -144,3 +159,10 @@ def _compute(courier: Courier, pending: Mapping[int, Work], orthogonalize: Ortho
         ):
             finished, new = work.finish(update, None if moment is None else moment[:, None], age)
             courier.pack_result(sent, finished, None if new is None else new[:, 0])
+
+
+def _by_device(lines: Iterable[Lines]) -> dict[torch.device, list[Lines]]:
+    found: dict[torch.device, list[Lines]] = {}
+    for each in lines:
+        found.setdefault(each.device, []).append(each)
+    return found

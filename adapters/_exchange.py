@@ -1,16 +1,14 @@
 """Shards to the owners of their matrices, and updates back: each travels once.
 
-With :mod:`adapters._reshard`, all of adapters that communicates.
-
-[Note: a failure travels along]
-    A rank that fails while it packs or computes still takes part in every exchange of the step:
-    its parcels hold zeros, and the last element of each says that it failed. Owners pass on what
-    they heard. So after the last exchange every rank of a crew knows, and none has written.
+A rank that fails meanwhile takes part to the end; see [Note: a failure travels along] in
+:mod:`adapters._data_phase`. Each parcel has a last element that says whether its sender has failed
+or has heard of a failure, and owners pass on what they heard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import torch
@@ -18,34 +16,101 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from adapters._owners import Hop, Piece, Round, Route, Sorting, Task, Way
+from adapters._data_phase import DataPhase
+from adapters._owners import Leg, Piece, Round, Route, Sorting, Task, Way
 from adapters._plan import Rectangle
 from adapters._reshard import exchange_device, gather_groups
+from adapters._transports import CARRIES, Transport, Wait, scratch_numel
 
-_all_to_all = dist.all_to_all_single
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lines:
+    """What the exchanges of one round need: read once, and good for every step of its plan."""
+
+    round: Round
+    route: Route
+    device: torch.device  # where the exchanges are made
+    transport: Transport
+    groups: tuple[dist.ProcessGroup, ...]  # one for each cut
+    copies: tuple[tuple[dist.ProcessGroup, Leg], ...]  # in the order in which they are shared
+    # Where the last elements of parcels lie: packed, at owners, packed again, and back.
+    ends: tuple[Tensor, ...]
+    halves: tuple[int, int]  # elements of the two buffers between which parcels move
+    in_place: bool  # results take the places of the shards that they are made of
+    scratch: int  # elements
+
+    @property
+    def numel(self) -> int:
+        """Elements of memory that a courier needs."""
+        return sum(self.halves) + self.scratch
+
+    @property
+    def num_returned(self) -> int:
+        """Elements that come back to this rank."""
+        return sum(chain.from_iterable(self.route.sizes_by_copy))
+
+
+def make_lines(round_: Round, route: Route, param: DTensor, transport: Transport) -> Lines:
+    """Return what the exchanges of a round need; communicates nothing.
+
+    Args:
+        round_: The matrices that travel.
+        route: This rank's part in it.
+        param: One of the parameters: its mesh's groups carry the exchanges.
+        transport: How.
+    """
+    copies = tuple(_legs_between_copies(round_.crew.copy, route, _copy_groups(param)))
+    legs = [*(hop.leg for way in (route.there, route.back) for hop in way.hops)]
+    legs += [leg for _, leg in copies]
+    device = exchange_device(param)
+    in_place = not any(task.with_rows for task in round_.tasks)  # or parcels are longer there
+    halves = sum(route.there.sizes_before), sum(route.there.sizes_after)
+    if not in_place or copies or len(route.there.hops) > 1:
+        buffers = [route.there.sizes_before, route.back.sizes_before]
+        buffers += [sizes for leg in legs for sizes in (leg.sent, leg.received)]
+        halves = (max(map(sum, buffers)),) * 2
+    parcels = (
+        route.there.sizes_before,
+        route.there.sizes_after,
+        route.back.sizes_before,
+        tuple(chain.from_iterable(route.sizes_by_copy)),
+    )
+    return Lines(
+        round_,
+        route,
+        device,
+        transport,
+        gather_groups(param),
+        copies,
+        tuple(_ends(sizes, device) for sizes in parcels),
+        halves,
+        in_place,
+        max((scratch_numel(transport, leg) for leg in legs), default=0),
+    )
 
 
 class Courier:
     """This rank's part in the exchanges of one round; used once, in the order of its methods."""
 
-    def __init__(self, round_: Round, route: Route, param: DTensor) -> None:
-        """Make the buffers; communicates nothing.
+    def __init__(self, lines: Lines, memory: Tensor, returned: Tensor, phase: DataPhase) -> None:
+        """Take the memory; allocates and communicates nothing.
 
         Args:
-            round_: The matrices that travel.
-            route: This rank's part in it.
-            param: One of the parameters: its mesh's groups carry the exchanges.
+            lines: Of the round.
+            memory: Shape (lines.numel,), bfloat16: until :meth:`back_from_owners` has returned.
+            returned: Shape (lines.num_returned,), bfloat16: where updates will be.
+            phase: Tells whether this rank has failed, and is told whether others have.
         """
-        self.route = route
-        self._copy = round_.crew.copy
-        self._groups, self._copies = gather_groups(param), _copy_groups(param)
-        self.device = exchange_device(param)
-        # Zeros, so that what is left unpacked is no stray memory on the wire.
-        self._parcels = self._zeros(sum(route.there.sizes_before))
-        self._results = self._zeros(sum(route.back.sizes_before))
-        self._returned = self._zeros(sum(chain.from_iterable(route.sizes_by_copy)))
-        #: Whether a rank failed, as far as this one has heard: shape (), on the device.
-        self.heard = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.route = lines.route
+        self._lines, self._phase = lines, phase
+        # Parcels are in one of two buffers, and go into the other.
+        first, second = lines.halves
+        self._halves = memory[:first], memory[first : first + second]
+        self._half = 1
+        self._scratch = memory[first + second : lines.numel]
+        self._parcels = self._other_half(sum(self.route.there.sizes_before))
+        self._results = self._returned = returned
+        self._journey: Iterator[None] = iter(())
 
     # ---- to the owners ----
 
@@ -59,14 +124,27 @@ class Courier:
         """
         _write(self._parcels, piece, shard, rows)
 
-    def to_owners(self, *, failed: bool) -> None:
-        """Exchange the parcels.
+    def to_owners(self) -> None:
+        """Send the parcels; :meth:`at_owners` waits for them.
 
         Collectives:
-            One all_to_all for each cut of the layout, the last first, of bfloat16: in the first
-            this rank's shards of all gathered matrices, and one element a rank.
+            One exchange for each cut of the layout, the last first, of bfloat16: in the first
+            this rank's shards of all gathered matrices, and one element a rank. All but the first
+            are made by :meth:`at_owners`.
         """
-        self._parcels = self._exchange(self._parcels, self.route.there, failed=failed)
+        self._say(self._parcels, 0)
+        self._journey = self._travel(self._parcels, self.route.there, ())
+        next(self._journey, None)
+
+    def at_owners(self) -> None:
+        """Wait for the parcels that others have sent here."""
+        for _ in self._journey:
+            pass
+        self._hear(self._parcels, 1)
+        if self._lines.in_place:
+            self._results = self._parcels
+        else:
+            self._results = self._other_half(sum(self.route.back.sizes_before))
 
     def assemble(
         self, task: Task, pieces: Sequence[Piece]
@@ -79,7 +157,7 @@ class Courier:
         unsharded run has these.
         """
         whole = self._parcels.new_empty(task.shape)
-        rows = torch.zeros(task.shape[0], device=self.device) if task.with_rows else None
+        rows = torch.zeros(task.shape[0], device=whole.device) if task.with_rows else None
         age = None
         for piece in pieces:
             part = piece.part
@@ -112,54 +190,77 @@ class Courier:
             found[task.position] = shard, self._returned[piece.rows]
         return found
 
-    def from_owners(self, *, failed: bool) -> None:
-        """Exchange the results, and share them among copies of the ranks.
+    def from_owners(self) -> None:
+        """Send the results; :meth:`back_from_owners` waits for them.
 
         Collectives:
-            One all_to_all for each cut of the layout, of bfloat16; then, for each axis with
-            copies, one all_to_all of what this rank holds to each of its copies.
+            One exchange for each cut of the layout, of bfloat16; then, for each axis with copies,
+            one of what this rank holds to each of its copies. All but the first are made by
+            :meth:`back_from_owners`.
         """
-        del self._parcels  # each has been computed
-        received = self._exchange(self._results, self.route.back, failed=failed)
-        self._returned.copy_(self._shared(received) if self._copies else received)
+        self._say(self._results, 2)
+        self._journey = self._travel(self._results, self.route.back, self._lines.copies)
+        next(self._journey, None)
 
-    # ---- one exchange ----
+    def back_from_owners(self) -> None:
+        """Wait for the updates; then they are where :meth:`views` said."""
+        for _ in self._journey:
+            pass
+        self._hear(self._returned, 3)
 
-    def _exchange(self, buffer: Tensor, way: Way, *, failed: bool) -> Tensor:
-        if failed:
-            buffer.zero_()
-        ends = self._ends(way.sizes_before)
-        buffer[ends] = (self.heard | failed).to(buffer.dtype)
-        for hop in way.hops:
-            buffer = _hop(buffer, hop, self._groups[hop.axis])
-        self.heard = self.heard | buffer[self._ends(way.sizes_after)].any()
-        return buffer
+    # ---- the exchanges ----
 
-    def _shared(self, mine: Tensor) -> Tensor:
-        """Give every copy of the ranks what this one has, and take theirs."""
-        held, run = mine, 1
-        lengths = [sum(sizes) for sizes in self.route.sizes_by_copy]
-        # Along the last axis first; then whole runs of copies along the one before.
-        for group, place in reversed(self._copies):
-            num_peers = dist.get_world_size(group)
-            first = self._copy // (run * num_peers) * (run * num_peers)
-            starts = [first + peer * run for peer in range(num_peers)]
-            receive = [sum(lengths[start : start + run]) for start in starts]
-            received = held.new_empty(sum(receive))
-            send = [receive[place]] * num_peers
-            _all_to_all(received, held.repeat(num_peers), receive, send, group=group)
-            held, run = received, run * num_peers
-        # The owners of each copy have said how they fared.
-        ends = self._ends(tuple(chain.from_iterable(self.route.sizes_by_copy)))
-        self.heard = self.heard | held[ends].any()
-        return held
+    def _say(self, parcels: Tensor, which: int) -> None:
+        if self._phase.failed:
+            parcels.zero_()
+        parcels[self._lines.ends[which]] = self._phase.word(parcels.device).to(parcels.dtype)
 
-    def _zeros(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=torch.bfloat16, device=self.device)
+    def _hear(self, parcels: Tensor, which: int) -> None:
+        ranks = self._lines.round.crew.ranks
+        self._phase.hear(parcels[self._lines.ends[which]], ranks=ranks)
 
-    def _ends(self, sizes: Sequence[int]) -> Tensor:
-        """Where the last element of each parcel lies."""
-        return torch.tensor([end - 1 for end in accumulate(sizes)], device=self.device)
+    def _travel(
+        self, parcels: Tensor, way: Way, copies: Sequence[tuple[dist.ProcessGroup, Leg]]
+    ) -> Iterator[None]:
+        """Bring parcels where they go; yield while the first exchange is under way."""
+        goes_back = way is self.route.back
+        for i, hop in enumerate(way.hops):
+            is_last = goes_back and i == len(way.hops) - 1 and not copies
+            parcels = self._sorted(parcels, hop.sorted_before)
+            sorted_after = hop.sorted_after
+            received, wait = self._start(
+                parcels, hop.leg, self._lines.groups[hop.axis], is_last and sorted_after is None
+            )
+            if not i:
+                yield
+            wait()
+            parcels = self._sorted(received, sorted_after, is_last)
+        for i, (group, leg) in enumerate(copies):
+            # Along the last axis first; then whole runs of copies along the one before.
+            sent = self._other_half(sum(leg.sent))
+            sent.view(len(leg.sent), -1).copy_(parcels)
+            parcels, wait = self._start(sent, leg, group, i == len(copies) - 1)
+            wait()
+        self._parcels = parcels
+
+    def _start(
+        self, sent: Tensor, leg: Leg, group: dist.ProcessGroup, is_last: bool
+    ) -> tuple[Tensor, Wait]:
+        received = self._returned if is_last else self._other_half(sum(leg.received))
+        carry = CARRIES[self._lines.transport]
+        return received, carry(received, sent, leg, group, self._scratch)
+
+    def _sorted(self, parcels: Tensor, sorting: Sorting | None, is_last: bool = False) -> Tensor:
+        if sorting is None:
+            return parcels
+        sizes, order = sorting
+        each = torch.split(parcels, list(sizes))
+        found = self._returned if is_last else self._other_half(parcels.numel())
+        return torch.cat([each[place] for place in order], out=found)
+
+    def _other_half(self, numel: int) -> Tensor:
+        self._half = 1 - self._half
+        return self._halves[self._half][:numel]
 
 
 def joined(halves: Tensor) -> Tensor:
@@ -178,19 +279,29 @@ def _part_of(whole: Tensor, part: Rectangle) -> Tensor:
     return whole[rows, part.first_col : part.first_col + part.num_cols]
 
 
-def _hop(buffer: Tensor, hop: Hop, group: dist.ProcessGroup) -> Tensor:
-    received = buffer.new_empty(sum(hop.received))
-    sent = _sorted(buffer, hop.sorted_before)
-    _all_to_all(received, sent, list(hop.received), list(hop.sent), group=group)
-    return _sorted(received, hop.sorted_after)
+def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Where the last element of each parcel lies."""
+    return torch.tensor([end - 1 for end in accumulate(sizes)], dtype=torch.int64, device=device)
 
 
-def _sorted(buffer: Tensor, sorting: Sorting | None) -> Tensor:
-    if sorting is None:
-        return buffer
-    sizes, order = sorting
-    parcels = torch.split(buffer, list(sizes))
-    return torch.cat([parcels[place] for place in order])
+def _legs_between_copies(
+    copy: int, route: Route, groups: Sequence[tuple[dist.ProcessGroup, int]]
+) -> Iterator[tuple[dist.ProcessGroup, Leg]]:
+    """Yield what copies of this rank give each other, along the last axis first.
+
+    Args:
+        copy: Of the ranks, that this one belongs to.
+        route: This rank's.
+        groups: Of copies, in mesh order, and this rank's place in each.
+    """
+    lengths, run = [sum(sizes) for sizes in route.sizes_by_copy], 1
+    for group, place in reversed(groups):
+        num_peers = dist.get_world_size(group)
+        first = copy // (run * num_peers) * (run * num_peers)
+        held = [sum(lengths[first + peer * run :][:run]) for peer in range(num_peers)]
+        starts = tuple(place * length for length in held)
+        yield group, Leg((held[place],) * num_peers, tuple(held), starts, num_peers * max(held))
+        run *= num_peers
 
 
 def _copy_groups(param: DTensor) -> list[tuple[dist.ProcessGroup, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import consensus
+from adapters._data_phase import DataPhase
 from adapters._gefen_math import direction
 from adapters._momenta import Counted, Momenta, Moving
 from adapters._muon_rule import MuonRule, Pending
@@ -78,7 +79,11 @@ class GefenMuonRule(MuonRule):
         return gradient_of(member, inv_scale, widen=True)
 
     def compute(
-        self, owner: Owner, members: Sequence[Member], inv_scale: float | None
+        self,
+        owner: Owner,
+        members: Sequence[Member],
+        inv_scale: float | None,
+        phase: DataPhase,
     ) -> Sequence[Write]:
         """Return the updates of all matrices.
 
@@ -87,12 +92,17 @@ class GefenMuonRule(MuonRule):
             and those of :class:`MuonRule`.
         """
         members = [each for each in members if self.momenta.has_elements(each.param)]
-        return [*super().compute(owner, members, inv_scale), Counted(self.momenta)]
+        return [*super().compute(owner, members, inv_scale, phase), Counted(self.momenta)]
 
-    def advance(self, owner: Owner, pending: Sequence[Any]) -> None:
+    def advance(
+        self, owner: Owner, members: Sequence[Member], pending: Sequence[Any], phase: DataPhase
+    ) -> None:
         """Add the gradients to the momenta."""
-        for each in pending:
-            each.moving = self.momenta.start(owner, each.member, each.grad)
-        self.momenta.advance(
-            [each.moving for each in pending], lambda member: member.group["momentum"]
-        )
+
+        def start() -> None:
+            for each in pending:
+                each.moving = self.momenta.start(owner, each.member, each.grad)
+
+        phase.attempt(start)
+        moving = [each.moving for each in pending]
+        self.momenta.advance(owner, members, moving, lambda member: member.group["momentum"], phase)

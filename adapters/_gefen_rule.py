@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import consensus
+from adapters._data_phase import DataPhase
 from adapters._gefen_math import (
     SquareSums,
     apply_,
@@ -28,7 +29,7 @@ from adapters._momenta import Counted, Momenta, Moving, age
 from adapters._period import PeriodRules
 from adapters._reshard import Reduction, reduce_together
 from adapters._rules import Member, Owner, Rule, Write, gradient_of, local, scalar_lr, was_written
-from adapters._shards import read_shards
+from adapters._shards import Shards, read_shards
 from adapters.options import GefenOptions
 
 
@@ -79,10 +80,10 @@ class _Block(_Pending):
     sums: Tensor | None = None  # (blocks here,) of squares, over whole blocks
     vmean: Tensor | None = None
 
-    def measure(self) -> Reduction:
+    def measure(self) -> Tensor:
         """Sum squares; return the sums that other ranks must complete."""
         self.sums = block_square_sums(self.moving.grad, self.moving.grid)
-        return self.moving.shards.between_parts(cut_values(self.sums, self.moving.grid))
+        return cut_values(self.sums, self.moving.grid)
 
     def compute(self, completed: Tensor) -> None:
         """Compute the update."""
@@ -131,19 +132,19 @@ class _Factored(_Pending):
     v_row: Tensor | None = None  # (rows here,)
     v_col: Tensor | None = None  # (columns,), all of the matrix
 
-    def measure(self) -> Reduction:
+    def measure(self) -> Tensor:
         """Sum squares; return the sums that other ranks must complete."""
         shards = self.moving.shards
-        rows, cols = shards.shape
+        cols = shards.shape[1]
         self.sums = sums = square_sums(self.moving.grad)
         if not shards.groups:
-            return shards.between_parts(sums.by_col)
+            return sums.by_col
         own = shards.rectangle
-        vector = sums.by_col.new_zeros(cols + (rows if shards.is_cut[1] else 0))
+        vector = sums.by_col.new_zeros(num_factored_sums(shards))
         vector[own.first_col : own.first_col + own.num_cols] = sums.by_col
         if shards.is_cut[1]:
             vector[cols + own.first_row : cols + own.first_row + own.num_rows] = sums.by_row
-        return shards.between_parts(vector)
+        return vector
 
     def compute(self, completed: Tensor) -> None:
         """Compute the update."""
@@ -187,6 +188,12 @@ class _Factored(_Pending):
         _Pending.commit(self)
 
 
+def num_factored_sums(shards: Shards) -> int:
+    """Return how many sums of squares the ranks of a factored matrix complete."""
+    rows, cols = shards.shape
+    return cols + (rows if shards.is_cut[1] else 0)
+
+
 class GefenRule(Rule):
     """Gefen for parameters of any shape: plain tensors, or DTensors that stay cut."""
 
@@ -216,27 +223,55 @@ class GefenRule(Rule):
         self.momenta.vote(owner, members, vote, self.label)
 
     def compute(
-        self, owner: Owner, members: Sequence[Member], inv_scale: float | None
+        self,
+        owner: Owner,
+        members: Sequence[Member],
+        inv_scale: float | None,
+        phase: DataPhase,
     ) -> Sequence[Write]:
         """Return the updates of all parameters.
 
         Collectives:
             For each layout, and each of its cuts, up to two all_reduces of float32: MAX over the
             blocks that lie on several ranks; SUM over those blocks, and the columns (and, where
-            columns are cut, rows) of factored matrices. None where there is nothing of the kind.
+            columns are cut, rows) of factored matrices; and one element more. None where there is
+            nothing of the kind.
         """
-        pending = [
-            self._start(owner, member, gradient_of(member, inv_scale, widen=True))
-            for member in members
-            if self.momenta.has_elements(member.param)
-        ]
-        self.momenta.advance([each.moving for each in pending], lambda each: each.group["betas"][0])
-        completed = reduce_together([each.measure() for each in pending], "sum")
-        for each, sums in zip(pending, completed, strict=True):
-            each.compute(sums)
+        members = [each for each in members if self.momenta.has_elements(each.param)]
+        pending: list[_Block | _Factored] = []
+        sums: list[Tensor] = []
+        phase.attempt(
+            lambda: pending.extend(self._start(owner, inv_scale, each) for each in members)
+        )
+        self.momenta.advance(
+            owner,
+            members,
+            [each.moving for each in pending],
+            lambda member: member.group["betas"][0],
+            phase,
+        )
+        phase.attempt(lambda: sums.extend(each.measure() for each in pending))
+        parts = [self._shared_sums(owner, member) for member in members]
+        completed = reduce_together(parts, sums, "sum", phase)
+
+        def compute() -> None:
+            for each, some in zip(pending, completed, strict=True):
+                each.compute(some)
+
+        phase.attempt(compute)
         return [*pending, Counted(self.momenta)]
 
-    def _start(self, owner: Owner, member: Member, grad: Tensor) -> _Block | _Factored:
+    def _start(self, owner: Owner, inv_scale: float | None, member: Member) -> _Block | _Factored:
+        grad = gradient_of(member, inv_scale, widen=True)
         moving = self.momenta.start(owner, member, grad)
-        is_factored = member.group["factored_v_2d"] and member.param.ndim == 2
-        return (_Factored if is_factored else _Block)(moving, owner.state)
+        return (_Factored if _is_factored(member) else _Block)(moving, owner.state)
+
+    def _shared_sums(self, owner: Owner, member: Member) -> Reduction:
+        shards = self.momenta.shards(member.param)
+        if _is_factored(member):
+            return shards.between_parts(num_factored_sums(shards))
+        return shards.between_parts(self.momenta.num_cut(owner, member))
+
+
+def _is_factored(member: Member) -> bool:
+    return member.param.ndim == 2 and bool(member.group["factored_v_2d"])

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,8 +35,14 @@ from adapters._codebook import (
     make_codebook,
     reindex,
 )
-from adapters._gefen_math import block_histogram, block_maxima, to_rows
-from adapters._momenta import Momenta, complete_, digest_of
+from adapters._gefen_math import (
+    block_histogram,
+    block_maxima,
+    cut_values,
+    set_cut_values_,
+    to_rows,
+)
+from adapters._momenta import Momenta, digest_of
 from adapters._period import (
     Search,
     add_sums_,
@@ -45,7 +51,7 @@ from adapters._period import (
     period_of,
     plan_search,
 )
-from adapters._reshard import reduce_together
+from adapters._reshard import Reduction, reduce_together
 from adapters._rules import Member, Owner, gradient_of
 from adapters._shards import Shards
 
@@ -168,7 +174,7 @@ class _Class:
             shared = [s.shards.over_mesh(v) for s, v in zip(self._samples, squares, strict=True)]
         if (self._defer_unusable or self._defer_zeros) and self._any(bool(problem)):
             return ()
-        self._find_periods(reduce_together(shared, "max"))
+        self._find_periods(_reduce(shared, "max"))
         if self._votes:
             self._tell_copies_apart()
         # What a rank learns alone is its own business; that others learn, all have agreed on.
@@ -220,7 +226,7 @@ class _Class:
                 numel = sum(part.numel for part in sample.shards.parts)
                 sample.exponent = choose_exponent(float(square), numel)
             shared = [sample.shards.over_mesh(_period_sums(sample)) for sample in searched]
-        totals = reduce_together(shared, "sum")
+        totals = _reduce(shared, "sum")
         with self._together("its periods"):
             for sample, total in zip(searched, totals, strict=True):
                 assert sample.search is not None
@@ -273,12 +279,13 @@ class _Class:
         """Return the blocks of gradients, with the largest magnitude in each whole one."""
         with self._together("its blocks"):
             found = dict(map(_blocks_of, samples))
-            cut = [
-                (*found[id(sample)][::-1], sample.shards)
-                for sample in samples
-                if found[id(sample)][0].num_cut
-            ]
-        complete_(cut, "max")
+            cut = [sample for sample in samples if found[id(sample)][0].num_cut]
+            both = [found[id(sample)] for sample in cut]
+            maxima = [cut_values(values, grid) for grid, values in both]
+        parts = [s.shards.between_parts(v.numel()) for s, v in zip(cut, maxima, strict=True)]
+        completed = reduce_together(parts, maxima, "max")
+        for (grid, values), reduced in zip(both, completed, strict=True):
+            set_cut_values_(values, reduced, grid)
         return found
 
     def _learn_codebooks(self, wanted: Sequence[Lesson]) -> bool:
@@ -311,6 +318,10 @@ def _blocks_of(sample: Sample) -> tuple[int, Blocks]:
     shards, device = sample.shards, sample.grad.device
     grid = make_grid(shards.own, shards.parts, sample.period, device=device)
     return id(sample), (grid, block_maxima(to_rows(sample.grad.float(), grid), grid))
+
+
+def _reduce(shared: Sequence[tuple[Reduction, Tensor]], op: Literal["max", "sum"]) -> list[Tensor]:
+    return reduce_together([part for part, _ in shared], [vector for _, vector in shared], op)
 
 
 def _identity(label: str, sample: Sample) -> int:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 import consensus
-from adapters._blocks import Grid, make_grid
+from adapters._blocks import Grid, cut_blocks, make_grid
 from adapters._codebook import Codebook, make_codebook
+from adapters._data_phase import DataPhase
 from adapters._gefen_math import (
     block_maxima,
     cut_values,
@@ -27,7 +28,7 @@ from adapters._gefen_math import (
     set_cut_values_,
 )
 from adapters._period import PeriodRules
-from adapters._reshard import Reduction, reduce_together
+from adapters._reshard import reduce_together
 from adapters._rules import Member, Owner, local
 from adapters._shards import Shards, read_shards
 
@@ -221,49 +222,68 @@ class Momenta:
             magnitudes,
         )
 
-    def advance(self, moving: Sequence[Moving], beta: Callable[[Member], float]) -> None:
+    def advance(
+        self,
+        owner: Owner,
+        members: Sequence[Member],
+        moving: Sequence[Moving],
+        beta: Callable[[Member], float],
+        phase: DataPhase,
+    ) -> None:
         """Add the gradients to the momenta.
 
         Args:
-            moving: Each gets new indices and magnitudes; the old ones are not written.
+            owner: The optimizer.
+            members: The parameters, in the same order on all ranks.
+            moving: One for each, unless ``phase`` has failed. Each gets new indices and
+                magnitudes; the old ones are not written.
             beta: The share of the old momentum that is kept, for each parameter.
+            phase: Takes errors.
 
         Collectives:
             One all_reduce(MAX) of a float32 for each block that lies on several ranks, for each
-            layout that has some, and each of its cuts.
+            layout that has some, and each of its cuts; and one element more.
         """
+        numels = [(member.param, self.num_cut(owner, member)) for member in members]
+        parts = [self._shards[param].between_parts(numel) for param, numel in numels if numel]
         cut: list[tuple[Moving, Tensor]] = []
-        for each in moving:
-            rows = new_momentum(
-                each.indices,
-                each.magnitudes,
-                each.grad,
-                book=each.book,
-                grid=each.grid,
-                beta=beta(each.member),
-            )
-            each.magnitudes = block_maxima(rows, each.grid)
-            if each.grid.num_cut:
-                cut.append((each, rows))
-            else:
-                each.indices = quantize(rows, each.magnitudes, book=each.book, grid=each.grid)
-        complete_([(each.magnitudes, each.grid, each.shards) for each, _ in cut], "max")
-        for each, rows in cut:
-            indices = quantize(rows, each.magnitudes, book=each.book, grid=each.grid)
-            each.indices = indices.clone()  # without the padding of its rows
+        maxima: list[Tensor] = []
 
+        def add() -> None:
+            for each in moving:
+                rows = new_momentum(
+                    each.indices,
+                    each.magnitudes,
+                    each.grad,
+                    book=each.book,
+                    grid=each.grid,
+                    beta=beta(each.member),
+                )
+                each.magnitudes = block_maxima(rows, each.grid)
+                if each.grid.num_cut:
+                    cut.append((each, rows))
+                    maxima.append(cut_values(each.magnitudes, each.grid))
+                else:
+                    each.indices = quantize(rows, each.magnitudes, book=each.book, grid=each.grid)
 
-def complete_(values: Sequence[tuple[Tensor, Grid, Shards]], op: Any) -> None:
-    """Complete the values of blocks that lie on several ranks, in place.
+        phase.attempt(add)
+        completed = reduce_together(parts, maxima, "max", phase)
 
-    Collectives:
-        One all_reduce for each layout and each of its cuts, of a float32 for each such block.
-    """
-    parts: list[Reduction] = [
-        shards.between_parts(cut_values(value, grid)) for value, grid, shards in values
-    ]
-    for (value, grid, _), reduced in zip(values, reduce_together(parts, op), strict=True):
-        set_cut_values_(value, reduced, grid)
+        def round_cut() -> None:
+            for (each, rows), reduced in zip(cut, completed, strict=True):
+                set_cut_values_(each.magnitudes, reduced, each.grid)
+                indices = quantize(rows, each.magnitudes, book=each.book, grid=each.grid)
+                each.indices = indices.clone()  # without the padding of its rows
+
+        phase.attempt(round_cut)
+
+    def num_cut(self, owner: Owner, member: Member) -> int:
+        """Return how many blocks of a parameter lie on several ranks; needs no device."""
+        found = self._grids.get(member.param)
+        period = owner.state[member.param]["automatic_period"]
+        if found is not None and found.period == period:
+            return found.num_cut
+        return len(cut_blocks(self._shards[member.param].parts, period))
 
 
 def digest_of(levels: Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import consensus
 from adapters._batches import Kind, in_batches, newton_schulz_stacked, stackable
-from adapters._by_owners import compute_by_owners
-from adapters._exchange import joined
+from adapters._by_all import Exchange, compute_by_all, memory_of_buckets
+from adapters._by_owners import compute_by_owners, memory_of_rounds
+from adapters._data_phase import DataPhase
+from adapters._exchange import Lines, joined, make_lines
 from adapters._newton_schulz import (
     adjust_lr,
     count_agreeing,
@@ -23,17 +25,14 @@ from adapters._newton_schulz import (
     normalize_rows,
     schedule_of,
 )
-from adapters._owners import Crew, Round, Route, plan_rounds, plan_route
-from adapters._plan import Bucket, Matrix, plan_buckets
+from adapters._owners import Crew, plan_rounds, plan_route
+from adapters._plan import Matrix, Ranks, plan_buckets
 from adapters._reshard import (
     Reduction,
-    assemble,
     crew_of,
     describe,
     exchange_device,
-    gather,
     gather_groups,
-    own_part,
     reduce_together,
     sharded_axes,
 )
@@ -49,10 +48,8 @@ from adapters._rules import (
     spans_ranks,
     was_written,
 )
+from adapters._transports import check_transport
 from adapters.options import MuonOptions, ShardedMode
-
-_HEARS_LITTLE = "exchanges that not all take part in"
-_NOTHING: tuple[tuple[int, ...], int, frozenset[int]] = ((), 0, frozenset())
 
 
 @dataclass(slots=True)
@@ -181,11 +178,9 @@ class MuonRule(Rule):
         self._matrices: dict[int, Matrix] = {}  # position -> where its shards lie
         self._crews: dict[int, Crew] = {}  # position -> who divides the work on it
         self._kinds: dict[int, Kind] = {}  # position -> kind, of those computed in batches
-        # Positions, bytes of a bucket, positions whose rows' moments travel.
-        self._planned_for: tuple[tuple[int, ...], int, frozenset[int]] = _NOTHING
-        self._plan: tuple[Bucket, ...] = ()
-        self._rounds: tuple[tuple[Round, Route], ...] = ()
-        self._hears_little = False  # as agreed in the step before
+        self._planned_for: tuple[Any, ...] = ()  # what the next two follow from
+        self._exchanges: tuple[Exchange, ...] = ()
+        self._lines: tuple[Lines, ...] = ()
 
     def check_parameter(self, member: Member) -> None:
         """Raise unless the parameter is a real matrix whose placement is supported."""
@@ -204,13 +199,12 @@ class MuonRule(Rule):
 
     def read(self, members: Sequence[Member]) -> None:
         """Read where the shards of each matrix lie."""
-        self._planned_for, self._plan, self._rounds = _NOTHING, (), ()
-        self._matrices, self._crews, self._hears_little = {}, {}, False
+        self._planned_for, self._matrices, self._crews = (), {}, {}
         for position, name, param, _ in members if self.mode != "approx" else ():
             matrix = describe(param, position=position, name=name)
             if self.mode == "distributed" and isinstance(param, DTensor) and spans_ranks(param):
                 matrix, self._crews[position] = crew_of(param, position=position, name=name)
-            if matrix is not None:
+            if matrix is not None and param.numel():
                 self._matrices[position] = matrix
         self._kinds = {}
         if self.mode != "approx" and members:
@@ -224,67 +218,146 @@ class MuonRule(Rule):
         check_state(member.name, member.param, buffer)
 
     def vote(self, owner: Owner, members: Sequence[Member], vote: consensus.preflight) -> None:
-        """Bring the size of a bucket, which decides the collectives of the step."""
+        """Bring what decides the collectives of the step."""
         vote.same("bucket_bytes", owner.bucket_bytes)
         if self.mode == "distributed":
-            # A rank hears of a failure in the exchanges that it takes part in. Whether those
-            # reach everyone concerned, each rank sees for its own meshes only.
-            little = self._hears_little or not self._hears_all(owner)
-            vote.range(self.label + _HEARS_LITTLE, little)
+            vote.same("transport", check_transport(owner.transport))
+
+    def needs_commit_vote(self, ranks: Ranks, members: Sequence[Member]) -> bool:
+        """Whether it is in the distributed mode, and its last exchange does not reach all ranks."""
+        if self.mode != "distributed":
+            return False
+        crews = [self._crews[each.position] for each in members if each.position in self._crews]
+        # Opposed elements are masked after the exchanges.
+        masks = any(each.group.get("cautious", False) for each in members)
+        return masks or any(crew.ranks != ranks for crew in crews)
+
+    def plan(self, owner: Owner, members: Sequence[Member]) -> Mapping[torch.device, int]:
+        """Plan the exchanges, anew if they are others, and return what memory they need."""
+        active = [
+            each
+            for each in members
+            if each.position in self._matrices and each.param.grad is not None
+        ]
+        with_rows = frozenset(each.position for each in active if each.group.get("normuon", False))
+        params = {each.position: each.param for each in active}
+        planned_for = (tuple(params), owner.bucket_bytes, owner.transport, with_rows)
+        if self._planned_for != planned_for:
+            if self.mode == "distributed":
+                self._lines = self._plan_lines(owner, params, with_rows)
+            else:
+                wanted = [self._matrices[position] for position in params]
+                self._exchanges = tuple(
+                    Exchange(bucket, params[bucket.slots[0].position])
+                    for bucket in plan_buckets(wanted, bucket_bytes=owner.bucket_bytes)
+                )
+            self._planned_for = planned_for
+        if self.mode == "distributed":
+            return memory_of_rounds(self._lines)
+        return memory_of_buckets(self._exchanges)
+
+    def _plan_lines(
+        self, owner: Owner, params: Mapping[int, Any], with_rows: frozenset[int]
+    ) -> tuple[Lines, ...]:
+        transport = check_transport(owner.transport)
+        every = [(self._matrices[i], self._crews[i]) for i in sorted(self._matrices)]
+        rounds = plan_rounds(every, params, bucket_bytes=owner.bucket_bytes, with_rows=with_rows)
+        found = []
+        for each in rounds:
+            first = each.tasks[0].position
+            number = self._matrices[first].index
+            route = plan_route(each, number, for_gather=transport == "gather")
+            found.append(make_lines(each, route, params[first], transport))
+        return tuple(found)
 
     def compute(
-        self, owner: Owner, members: Sequence[Member], inv_scale: float | None
+        self,
+        owner: Owner,
+        members: Sequence[Member],
+        inv_scale: float | None,
+        phase: DataPhase,
     ) -> Sequence[Write]:
         """Return the updates of all matrices.
 
         Collectives:
-            For each bucket one all_gather for each cut of its layout; then, where opposed
-            elements are masked, one all_reduce of an int64 for each matrix.
+            For each bucket one all_gather for each cut of its layout, or those of
+            :func:`compute_by_owners`; then, where opposed elements are masked, one all_reduce of
+            an int64 for each matrix and one more.
         """
         rates: dict[Any, float] = {}
-        pending = {each.position: self._prepare(owner, each, inv_scale, rates) for each in members}
-        self.advance(owner, list(pending.values()))
-        gathered = {position for position in pending if position in self._matrices}
+        pending: dict[int, Pending] = {}
+
+        def prepare() -> None:
+            for each in members:
+                pending[each.position] = self._prepare(owner, each, inv_scale, rates)
+
+        phase.attempt(prepare)
+        self.advance(owner, members, list(pending.values()), phase)
+        # First, so that others hear if it fails.
+        phase.attempt(lambda: self._compute_alone(list(pending.values())))
+        memory = phase.memory(self.label)
         if self.mode == "distributed":
-            self._let_owners_compute(owner, {i: pending[i] for i in gathered})
+            compute_by_owners(self._lines, pending, orthogonalize, memory, phase)
         else:
-            for bucket in self._buckets(owner, gathered):
-                self._compute_bucket(bucket, pending)
-        alone = [each for i, each in pending.items() if i not in gathered and each.grad.numel()]
+            compute_by_all(self._exchanges, pending, orthogonalize, memory, phase)
+        self._mask(members, pending, phase)
+        return list(pending.values())
+
+    def advance(
+        self, owner: Owner, members: Sequence[Member], pending: Sequence[Any], phase: DataPhase
+    ) -> None:
+        """Compute what the directions of all matrices need."""
+
+    def _compute_alone(self, pending: Sequence[Pending]) -> None:
+        """Compute what this rank computes by itself."""
+        alone = [
+            each
+            for each in pending
+            if each.member.position not in self._matrices and each.grad.numel()
+        ]
         for batch in in_batches([each.kind for each in alone]):
             works = [alone[i] for i in batch]
             updates = orthogonalize(works, [each.direction() for each in works])
             for each, update in zip(works, updates, strict=True):
                 each.update, each.row_moment = each.finish(update, each.state.get("normuon_v"))
-        self._mask(list(pending.values()))
-        return list(pending.values())
 
-    def advance(self, owner: Owner, pending: Sequence[Pending]) -> None:
-        """Compute what the directions of all matrices need."""
-
-    def _mask(self, pending: Sequence[Pending]) -> None:
+    def _mask(
+        self, members: Sequence[Member], pending: Mapping[int, Pending], phase: DataPhase
+    ) -> None:
         """Leave out the elements of updates that point against their gradients, if asked for."""
-        masked = [each for each in pending if each.member.group.get("cautious", False)]
-        counts = []
-        for each in masked:
-            count = torch.zeros(1, dtype=torch.int64, device=each.grad.device)
-            if each.update is not None:
-                count += count_agreeing(each.update, each.grad)
-            counts.append(self._between_parts(each.member, count))
-        for each, total in zip(masked, reduce_together(counts, "sum"), strict=True):
-            if each.update is not None:
-                numel = each.grad.numel() if self.mode == "approx" else each.member.param.numel()
-                each.update = mask_opposed(
-                    each.update, each.grad, num_agreeing=total[0], numel=numel
-                )
+        masked = [each for each in members if each.group.get("cautious", False)]
+        counts: list[Tensor] = []
 
-    def _between_parts(self, member: Member, vector: Tensor) -> Reduction:
-        matrix = self._matrices.get(member.position)
-        if matrix is None or not isinstance(member.param, DTensor):
-            return Reduction((), (), vector.device, vector)
-        layout, param = matrix.layout, member.param
+        def count() -> None:
+            for each in (pending[member.position] for member in masked):
+                found = torch.zeros(1, dtype=torch.int64, device=each.grad.device)
+                if each.update is not None:
+                    found += count_agreeing(each.update, each.grad)
+                counts.append(found)
+
+        phase.attempt(count)
+        parts = [self._one_number(member) for member in masked]
+        totals = reduce_together(parts, counts, "sum", phase)
+
+        def mask() -> None:
+            for member, total in zip(masked, totals, strict=True):
+                each = pending[member.position]
+                if each.update is not None:
+                    numel = each.grad.numel() if self.mode == "approx" else member.param.numel()
+                    each.update = mask_opposed(
+                        each.update, each.grad, num_agreeing=total[0], numel=numel
+                    )
+
+        phase.attempt(mask)
+
+    def _one_number(self, member: Member) -> Reduction:
+        """What must be known of an int64 that the ranks of a matrix add up."""
+        matrix, param = self._matrices.get(member.position), member.param
+        if matrix is None or not isinstance(param, DTensor):
+            return Reduction((), (), param.device, 1, torch.int64)
+        layout = matrix.layout
         order = (layout.ranks, layout.places, layout.cuts)
-        return Reduction(order, gather_groups(param), exchange_device(param), vector)
+        return Reduction(order, gather_groups(param), exchange_device(param), 1, torch.int64)
 
     def _prepare(
         self, owner: Owner, member: Member, inv_scale: float | None, rates: dict[Any, float]
@@ -315,64 +388,3 @@ class MuonRule(Rule):
         if buffer is None and member.param.grad is not None:
             return torch.zeros_like(member.param.grad, memory_format=torch.preserve_format)
         return buffer
-
-    def _let_owners_compute(self, owner: Any, pending: Mapping[int, Pending]) -> None:
-        """Let each matrix be computed once, by its owner.
-
-        Collectives:
-            Those of :func:`compute_by_owners`.
-        """
-        active = tuple(sorted(pending))
-        with_rows = frozenset(i for i in active if pending[i].normalizes_rows)
-        if self._planned_for != (active, owner.bucket_bytes, with_rows):
-            every = [(self._matrices[i], self._crews[i]) for i in sorted(self._crews)]
-            rounds = plan_rounds(
-                every, active, bucket_bytes=owner.bucket_bytes, with_rows=with_rows
-            )
-            self._rounds = tuple(
-                (each, plan_route(each, self._matrices[each.tasks[0].position].index))
-                for each in rounds
-            )
-            self._planned_for = (active, owner.bucket_bytes, with_rows)
-        # Kept, so that ranks bring the same from now on: what differs takes more messages.
-        self._hears_little = commit_vote = bool(owner.agreed[self.label + _HEARS_LITTLE])
-        compute_by_owners(self._rounds, pending, owner, orthogonalize, commit_vote=commit_vote)
-
-    def _hears_all(self, owner: Any) -> bool:
-        """Whether the exchanges of any one of its matrices reach all ranks that agree."""
-        members = consensus.control_group(owner).ranks
-        crews = {crew.ranks for crew in self._crews.values()}
-        return crews <= {members}
-
-    def _buckets(self, owner: Owner, active: Iterable[int]) -> tuple[Bucket, ...]:
-        """The plan for the parameters at these positions, made anew when they are others."""
-        sharded = tuple(sorted(active))
-        if self._planned_for != (sharded, owner.bucket_bytes, frozenset()):
-            wanted = [self._matrices[position] for position in sharded]
-            self._plan = plan_buckets(wanted, bucket_bytes=owner.bucket_bytes)
-            self._planned_for = (sharded, owner.bucket_bytes, frozenset())
-        return self._plan
-
-    def _compute_bucket(self, bucket: Bucket, pending: dict[int, Pending]) -> None:
-        """Gather the matrices of a bucket and keep this rank's parts of their updates.
-
-        Collectives:
-            One all_gather for each cut of the bucket's layout.
-        """
-        members = [pending[slot.position] for slot in bucket.slots]
-        first = members[0].member.param
-        if not isinstance(first, DTensor):
-            raise AssertionError("a bucket holds sharded parameters")
-        gathered = gather(
-            bucket,
-            (each.direction() for each in members),
-            groups=gather_groups(first),
-            device=exchange_device(first),
-        )
-        pairs = [pair for pair in zip(bucket.slots, members, strict=True) if pair[0].own.numel]
-        for batch in in_batches([each.kind for _, each in pairs]):
-            slots, works = zip(*(pairs[i] for i in batch), strict=True)
-            updates = orthogonalize(works, [assemble(slot, gathered) for slot in slots])
-            for slot, each, update in zip(slots, works, updates, strict=True):
-                whole, each.row_moment = each.finish(update, each.state.get("normuon_v"))
-                each.update = own_part(slot, whole, device=each.grad.device)

@@ -203,8 +203,14 @@ class Route:
     sizes_by_copy: tuple[tuple[int, ...], ...]  # of what comes back: for each copy, each owner
 
 
-def plan_route(round_: Round, number: int) -> Route:
-    """Return one rank's part in a round; ``number`` is its place among the parts."""
+def plan_route(round_: Round, number: int, *, for_gather: bool = False) -> Route:
+    """Return one rank's part in a round.
+
+    Args:
+        round_: What travels.
+        number: This rank's place among the parts.
+        for_gather: Whether to say where things lie in the buffers of peers: see :class:`Leg`.
+    """
     crew = round_.crew
     everybody = range(crew.num_parts)
     by_copy = [round_.owned_by(copy) for copy in range(crew.num_copies)]
@@ -233,8 +239,8 @@ def plan_route(round_: Round, number: int) -> Route:
         gathered,
         owned,
         returned,
-        _way(sizes, number, to_owner),
-        _way(sizes, number, from_owner),
+        _way(sizes, number, to_owner, for_gather=for_gather),
+        _way(sizes, number, from_owner, for_gather=for_gather),
         tuple(
             tuple(1 + sum(task.from_owner(number) for task in tasks) for tasks in copy)
             for copy in by_copy
@@ -261,12 +267,23 @@ def _pieces(
 
 
 @dataclass(frozen=True, slots=True)
+class Leg:
+    """How much the ranks of one group send each other, as one of them sees it."""
+
+    sent: tuple[int, ...]  # elements to each peer
+    received: tuple[int, ...]  # elements from each peer
+    # Only where all see everything: where in each peer's buffer lies what it sends to this rank,
+    # and the length of the longest.
+    starts: tuple[int, ...] = ()
+    longest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Hop:
     """One exchange along one axis, as one rank sees it."""
 
     axis: int
-    sent: tuple[int, ...]  # elements to each peer
-    received: tuple[int, ...]  # elements from each peer
+    leg: Leg
     # (sizes, order) of parcels to put into another order before and after; None if they are in it.
     sorted_before: Sorting | None
     sorted_after: Sorting | None
@@ -275,32 +292,40 @@ class Hop:
 Sorting: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _way(sizes: Sequence[int], here: int, size: Size) -> Way:
+def _way(sizes: Sequence[int], here: int, size: Size, *, for_gather: bool) -> Way:
     """Return the exchanges that bring all parcels to their destinations.
 
     Args:
         sizes: Ranks along each axis that cuts.
         here: This rank's number.
         size: Elements of a parcel.
+        for_gather: See :func:`plan_route`.
     """
     own = _place(here, sizes)
     held = _held(own, sizes, len(sizes) - 1)
     first = held
     found = []
     for axis in reversed(range(len(sizes))):
-        sent: list[list[Parcel]] = [[] for _ in range(sizes[axis])]
-        for parcel in held:
-            sent[_place(parcel[1], sizes)[axis]].append(parcel)
-        received = [
-            _held([*own[:axis], peer, *own[axis + 1 :]], sizes, axis, target=own[axis])
-            for peer in range(sizes[axis])
-        ]
+        sent = _by_target(held, axis, sizes)
+        peers = [[*own[:axis], peer, *own[axis + 1 :]] for peer in range(sizes[axis])]
+        received = [_held(peer, sizes, axis, target=own[axis]) for peer in peers]
         after = _held(own, sizes, axis - 1)
+        starts, longest = [], 0
+        for peer in peers if for_gather else ():
+            theirs = [
+                _numel(each, size) for each in _by_target(_held(peer, sizes, axis), axis, sizes)
+            ]
+            starts.append(sum(theirs[: own[axis]]))
+            longest = max(longest, sum(theirs))
         found.append(
             Hop(
                 axis,
-                tuple(sum(size(*p) for p in some) for some in sent),
-                tuple(sum(size(*p) for p in some) for some in received),
+                Leg(
+                    tuple(_numel(each, size) for each in sent),
+                    tuple(_numel(each, size) for each in received),
+                    tuple(starts),
+                    longest,
+                ),
                 _sorting(held, [p for some in sent for p in some], size),
                 _sorting([p for some in received for p in some], after, size),
             )
@@ -311,6 +336,18 @@ def _way(sizes: Sequence[int], here: int, size: Size) -> Way:
         tuple(size(*parcel) for parcel in held),
         tuple(found),
     )
+
+
+def _by_target(held: Iterable[Parcel], axis: int, sizes: Sequence[int]) -> list[list[Parcel]]:
+    """Return parcels by where they go along an axis."""
+    found: list[list[Parcel]] = [[] for _ in range(sizes[axis])]
+    for parcel in held:
+        found[_place(parcel[1], sizes)[axis]].append(parcel)
+    return found
+
+
+def _numel(parcels: Iterable[Parcel], size: Size) -> int:
+    return sum(size(*parcel) for parcel in parcels)
 
 
 def _sorting(before: Sequence[Parcel], after: Sequence[Parcel], size: Size) -> Sorting | None:

@@ -9,6 +9,7 @@ import torch
 
 import consensus
 from adapters._base import VotingOptimizer
+from adapters._data_phase import DataPhase
 from adapters._learning import learn, lesson_of
 from adapters._momenta import Momenta
 from adapters._period import PeriodRules
@@ -23,6 +24,8 @@ class QuantizedOptimizer(VotingOptimizer):
 
     #: A process group or mesh whose ranks share the codebook, beside those of the parameters.
     codebook_scope: consensus.Source = "auto"
+    # Counters of steps are Python's, and each new value would be traced again.
+    traceable = False
     #: What a step does whose gradients hold nothing to learn from.
     first_gradient: FirstGradient = "raise"
 
@@ -35,8 +38,8 @@ class QuantizedOptimizer(VotingOptimizer):
         return super()._spans_ranks() or consensus.control_group(scopes).world_size > 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _check(self, vote: consensus.preflight) -> None:
-        super()._check(vote)
+    def _check(self, vote: consensus.preflight) -> DataPhase:
+        phase: DataPhase = super()._check(vote)
         vote.same("first_gradient", self.first_gradient)
         to_learn = any(
             momenta.to_learn_from(self, members) for momenta, members, _ in self._learners()
@@ -46,6 +49,7 @@ class QuantizedOptimizer(VotingOptimizer):
         # (A learning rate is read only here: it may be on a device.)
         moves = to_learn and any(float(group["lr"]) for group in self.param_groups)
         vote.range(_TO_LEARN, to_learn + moves)
+        return phase
 
     def _learners(self) -> list[tuple[Momenta, Any, str]]:
         by_rule = self._known.by_rule
@@ -79,11 +83,6 @@ class QuantizedOptimizer(VotingOptimizer):
             for lesson in lessons:
                 lesson.commit()
         return bool(lessons)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _update(self, inv_scale: float | None) -> None:
-        # Not traced: counters of steps are Python's, and each new value would trace it again.
-        super()._update(inv_scale)
 
 
 def check_first_gradient(value: str) -> FirstGradient:

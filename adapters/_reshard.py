@@ -1,10 +1,11 @@
-"""Shards <-> whole matrices; with :mod:`adapters._exchange`, all of adapters that communicates."""
+"""Shards <-> whole matrices; with :mod:`adapters._transports` all of adapters that communicates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from adapters._data_phase import DataPhase
 from adapters._owners import Crew
 from adapters._plan import Bucket, Cut, Layout, Matrix, Slot, boxes
+from adapters._transports import all_gather
 
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
-# torch 2.13 renamed it and warns at each call of the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def describe(param: Tensor, *, position: int, name: str) -> Matrix | None:
@@ -146,12 +147,22 @@ def exchange_device(param: DTensor) -> torch.device:
     return device if device.type == mesh_type else torch.device(mesh_type)
 
 
+def memory_of(bucket: Bucket) -> int:
+    """Return how many elements :func:`gather` keeps a bucket in."""
+    total = numel = bucket.numel + 1
+    for cut in reversed(bucket.layout.cuts):
+        numel *= cut.num_ranks
+        total += numel
+    return total
+
+
 def gather(
     bucket: Bucket,
-    shards: Iterable[Tensor],  # one for each slot, this rank's, any float dtype
+    shards: Callable[[], Iterable[Tensor]],
     *,
     groups: Sequence[dist.ProcessGroup],  # one for each cut
-    device: torch.device,
+    memory: Tensor,
+    phase: DataPhase,
 ) -> Tensor:
     """Return what all ranks packed for ``bucket``, as bfloat16.
 
@@ -159,28 +170,40 @@ def gather(
 
     Args:
         bucket: The plan; equal on all ranks but for ``Slot.own``.
-        shards: In the order of ``bucket.slots``. Each is consumed before the next is asked for,
-            so a generator never holds two.
+        shards: Makes this rank's, any float dtype, one for each of ``bucket.slots`` and in their
+            order. Each is consumed before the next is asked for, so a generator never holds two.
         groups: One for each of ``bucket.layout.cuts``.
-        device: Where the group communicates; shards are copied there.
+        memory: Shape (memory_of(bucket),), bfloat16, where the groups communicate.
+        phase: Takes the errors of ``shards``; peers then get zeros and hear of it.
 
     Returns:
-        Shape (ranks, bucket.numel), bfloat16; the rank of the last cut varies fastest.
+        Shape (ranks, bucket.numel), a view of ``memory``; the rank of the last cut varies fastest.
 
     Collectives:
-        One all_gather for each cut, innermost first: ``bucket.numel`` bfloat16 on the last group,
-        then as many times more as that group has ranks on the next. All ranks of the layout must
-        call, with the same bucket.
+        One all_gather for each cut, innermost first: ``bucket.numel + 1`` bfloat16 on the last
+        group, then as many times more as that group has ranks on the next. All ranks of the layout
+        must call, with the same bucket.
     """
+    packed, memory = memory[: bucket.numel + 1], memory[bucket.numel + 1 :]
     # Zeros, so that what a rank leaves of a slot is no stray memory on the wire.
-    packed = torch.zeros(bucket.numel, dtype=torch.bfloat16, device=device)
+    packed.zero_()
+    phase.attempt(lambda: _pack(bucket, shards(), packed))
+    if phase.failed:
+        packed.zero_()
+    packed[-1] = phase.word(packed.device)
+    for group in reversed(groups):
+        gathered = memory[: group.size() * packed.numel()]
+        memory = memory[gathered.numel() :]
+        all_gather(gathered, packed, group=group)
+        packed = gathered
+    by_rank = packed.view(-1, bucket.numel + 1)
+    phase.hear(by_rank[:, -1], ranks=bucket.layout.ranks)
+    return by_rank[:, :-1]
+
+
+def _pack(bucket: Bucket, shards: Iterable[Tensor], packed: Tensor) -> None:
     for slot, shard in zip(bucket.slots, shards, strict=True):
         packed[slot.offset : slot.offset + shard.numel()].view(shard.shape).copy_(shard)
-    for group in reversed(groups):
-        gathered = packed.new_empty(group.size() * packed.numel())
-        _all_gather(gathered, packed, group=group)
-        packed = gathered
-    return packed.view(-1, bucket.numel)
 
 
 def assemble(
@@ -227,15 +250,22 @@ def own_part(slot: Slot, whole: Tensor, *, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A vector that several ranks combine element by element."""
+    """A vector that several ranks combine element by element: what must be known of it."""
 
-    order: tuple[Any, ...]  # equal on those ranks alone; tells everyone which batch comes first
+    # The ranks, and what else tells their batches apart: equal on those ranks alone.
+    order: tuple[Any, ...]
     groups: tuple[dist.ProcessGroup, ...]  # one after the other; none if nobody else takes part
     device: torch.device  # where the groups communicate
-    vector: Tensor  # (n,), of equal length and dtype on those ranks; not written
+    numel: int  # equal on those ranks, as is the dtype
+    dtype: torch.dtype
 
 
-def reduce_together(parts: Sequence[Reduction], op: Literal["max", "sum"]) -> list[Tensor]:
+def reduce_together(
+    parts: Sequence[Reduction],
+    vectors: Sequence[Tensor],
+    op: Literal["max", "sum"],
+    phase: DataPhase | None = None,
+) -> list[Tensor]:
     """Return each vector as the ranks combined it, on the device it came from.
 
     Vectors of the same order, dtype and device travel as one. Batches are reduced in ascending
@@ -243,28 +273,48 @@ def reduce_together(parts: Sequence[Reduction], op: Literal["max", "sum"]) -> li
 
     Args:
         parts: The ranks of each must list theirs in the same sequence.
+        vectors: Shape (part.numel,) for each; not written. None if ``phase`` has failed.
         op: ``"max"`` or ``"sum"``.
+        phase: Whether this rank has failed; then peers get zeros and hear of it. None if all
+            ranks have agreed that none has.
+
+    Returns:
+        One for each vector; nothing of use if a rank failed.
 
     Collectives:
-        One all_reduce for each batch and each of its groups, of all its elements. All ranks of
-        the groups must call.
+        One all_reduce for each batch and each of its groups, of all its elements and, with a
+        ``phase``, one more. All ranks of the groups must call.
     """
-    found = [part.vector for part in parts]
+    found = list(vectors)
     batches: dict[tuple[Any, ...], list[int]] = {}
     for i, part in enumerate(parts):
-        if part.groups and part.vector.numel():
-            key = (*part.order, str(part.vector.dtype), str(part.device))
+        if part.groups and part.numel:
+            key = (*part.order, str(part.dtype), str(part.device))
             batches.setdefault(key, []).append(i)
     for key in sorted(batches):
         members = batches[key]
-        first = parts[members[0]]
-        together = torch.cat([parts[i].vector.to(first.device) for i in members])
+        first, sizes = parts[members[0]], [parts[i].numel for i in members]
+        numel = sum(sizes)
+        # A vector is short: who has no memory for it is beyond help, and peers wait in vain.
+        together = torch.zeros(numel + (phase is not None), dtype=first.dtype, device=first.device)
+        fill = partial(_fill, together[:numel], vectors, members)
+        if phase is None:
+            fill()
+        else:
+            phase.attempt(fill)
+            together[numel] = phase.word(first.device)
         for group in first.groups:
             dist.all_reduce(together, op=_OPS[op], group=group)
-        sizes = [parts[i].vector.numel() for i in members]
-        for i, vector in zip(members, torch.split(together, sizes), strict=True):
-            found[i] = vector.to(parts[i].vector.device)
+        if phase is not None:
+            phase.hear(together[numel], ranks=first.order[0])
+        if phase is None or not phase.failed:
+            for i, vector in zip(members, torch.split(together[:numel], sizes), strict=True):
+                found[i] = vector.to(vectors[i].device)
     return found
+
+
+def _fill(together: Tensor, vectors: Sequence[Tensor], members: Sequence[int]) -> None:
+    torch.cat([vectors[i].to(together.device) for i in members], out=together)
 
 
 def _cut(placement: Placement, num_ranks: int) -> Cut:

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
+from adapters._data_phase import DataPhase
+from adapters._plan import Ranks
+from adapters._transports import Transport
 
 if TYPE_CHECKING:
     from adapters._momenta import Momenta
@@ -43,8 +46,7 @@ class Owner(Protocol):
 
     state: Any
     bucket_bytes: int
-    #: What ranks brought to this step's vote as ranges: name -> the highest value.
-    agreed: Mapping[str, float]
+    transport: Transport
 
 
 class Rule(ABC):
@@ -85,16 +87,42 @@ class Rule(ABC):
         """Bring facts that must be equal on all ranks. In each step; no collectives."""
         del owner, members, vote
 
+    def needs_commit_vote(self, ranks: Ranks, members: Sequence[Member]) -> bool:
+        """Whether some of these ranks might not hear of a failure of which all are to hear."""
+        del ranks, members
+        return False
+
+    def plan(self, owner: Owner, members: Sequence[Member]) -> Mapping[torch.device, int]:
+        """Plan the exchanges of a step. In each step, after ``vote``; no collectives.
+
+        Returns:
+            How many bfloat16 elements of memory they need on each device. It is taken before ranks
+            agree, so that none goes on to exchanges for which another has no room.
+        """
+        del owner, members
+        return {}
+
     @abstractmethod
     def compute(
-        self, owner: Owner, members: Sequence[Member], inv_scale: float | None
+        self,
+        owner: Owner,
+        members: Sequence[Member],
+        inv_scale: float | None,
+        phase: DataPhase,
     ) -> Sequence[Write]:
         """Return what to write. Runs without gradient tracking, after all ranks agreed.
+
+        Whatever can fail here is attempted by ``phase``, and exchanges are made all the same: see
+        [Note: a failure travels along] in :mod:`adapters._data_phase`.
 
         Args:
             owner: The optimizer; nothing of it is written.
             members: The parameters of this rule that have a gradient.
             inv_scale: What to multiply gradients by, or None. ``p.grad`` itself is not written.
+            phase: Takes errors, and holds the memory that was planned.
+
+        Returns:
+            What to write; it is not used if any rank failed.
         """
 
 

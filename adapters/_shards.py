@@ -53,14 +53,16 @@ class Shards:
         (row, num_rows), (col, num_cols) = self.box
         return Rectangle(row, col, num_rows, num_cols)
 
-    def between_parts(self, vector: Tensor) -> Reduction:
+    def between_parts(self, numel: int, dtype: torch.dtype = torch.float32) -> Reduction:
         """A vector to combine over the ranks that hold different parts."""
-        return Reduction(self.order, self.groups, self.device, vector)
+        return Reduction(self.order, self.groups, self.device, numel, dtype)
 
-    def over_mesh(self, vector: Tensor) -> Reduction:
+    def over_mesh(self, vector: Tensor) -> tuple[Reduction, Tensor]:
         """A vector to combine over all ranks of the mesh; zeros from copies but the first."""
-        mine = vector if self.is_first_copy else torch.zeros_like(vector)
-        return Reduction((self.mesh_ranks,), self.mesh_groups, self.device, mine)
+        part = Reduction(
+            (self.mesh_ranks,), self.mesh_groups, self.device, vector.numel(), vector.dtype
+        )
+        return part, vector if self.is_first_copy else torch.zeros_like(vector)
 
 
 def read_shards(param: Tensor, *, name: str, alone: bool = False) -> Shards:

@@ -31,7 +31,7 @@ PURE = {
 MAY_COMMUNICATE = (
     "consensus/_transport.py",
     "adapters/_reshard.py",
-    "adapters/_exchange.py",
+    "adapters/_transports.py",
     "consensus/testing/*",
     "consensus/demo*",
     "consensus/check*",

@@ -183,6 +183,7 @@ def test_a_step_that_learns_takes_so_many_agreements(
 
 Sent: TypeAlias = list[tuple[str, int]]  # what a collective does, and the bytes given to it
 MAX, SUM, GATHER = "max", "sum", "gather"
+WORD = 1  # element of each message that says whether its sender failed
 _NAMES = {dist.ReduceOp.MAX: MAX, dist.ReduceOp.SUM: SUM}
 
 
@@ -190,7 +191,7 @@ _NAMES = {dist.ReduceOp.MAX: MAX, dist.ReduceOp.SUM: SUM}
 def listening() -> Iterator[Sent]:
     """Note each collective that moves data; torch's own account must come to the same number."""
     sent: Sent = []
-    all_reduce, gather = dist.all_reduce, _reshard._all_gather
+    all_reduce, gather = dist.all_reduce, _reshard.all_gather
 
     def reducing(tensor: Tensor, op: Any, group: Any) -> None:
         sent.append((_NAMES[op], tensor.nbytes))
@@ -202,7 +203,7 @@ def listening() -> Iterator[Sent]:
 
     with pytest.MonkeyPatch.context() as patch, Collectives() as seen:
         patch.setattr(dist, "all_reduce", reducing)
-        patch.setattr(_reshard, "_all_gather", gathering)
+        patch.setattr(_reshard, "all_gather", gathering)
         yield sent
     assert seen.bytes == [size for _, size in sent]
 
@@ -239,35 +240,37 @@ def gefen_data(
     ("shapes", "placements", "options", "expected"),
     [
         pytest.param(PLAIN, ROWS, {**ONES, "factored_v_2d": False}, [], id="nothing cut: none"),
-        pytest.param(PLAIN, ROWS, ONES, [(SUM, 4 * (4 + 3))], id="rows: a float for each column"),
+        pytest.param(
+            PLAIN, ROWS, ONES, [(SUM, 4 * (4 + 3 + WORD))], id="rows: a float for each column"
+        ),
         pytest.param(
             PLAIN,
             (Replicate(), Shard(0)),
             ONES,
-            [(SUM, 4 * (4 + 3))],
+            [(SUM, 4 * (4 + 3 + WORD))],
             id="copies of rows: the same, between the parts",
         ),
         pytest.param(
             {"a": (6, 4), "b": (5, 3)},
             (Shard(1),),
             ONES,
-            [(SUM, 4 * (4 + 6 + 3 + 5))],
+            [(SUM, 4 * (4 + 6 + 3 + 5 + WORD))],
             id="columns: a float for each row too",
         ),
         pytest.param(
             {"a": (6, 4), "b": (5, 3)},
             (Shard(0), Shard(1)),
             ONES,
-            [(SUM, 4 * (4 + 6 + 3 + 5))] * 2,
+            [(SUM, 4 * (4 + 6 + 3 + 5 + WORD))] * 2,
             id="two cuts: twice",
         ),
         pytest.param(PLAIN, (Replicate(),), {}, [], id="copies: none"),
-        pytest.param(PRIMES, ROWS, {}, [(MAX, 8), (SUM, 8)], id="two cut blocks: two floats"),
+        pytest.param(PRIMES, ROWS, {}, [(MAX, 12), (SUM, 12)], id="two cut blocks: two floats"),
         pytest.param(
             {**PRIMES, "a": (6, 4)},
             ROWS,
             {"period_one_substrings": ["a"]},
-            [(MAX, 8), (SUM, 8 + 16)],
+            [(MAX, 12), (SUM, 12 + 16)],
             id="cut blocks and columns: together",
         ),
     ],
@@ -288,7 +291,7 @@ def on_both_axes(rank: int) -> Sent:
 
 def test_each_layout_moves_its_own() -> None:
     for sent in run_ranks(on_both_axes, 4).values():
-        assert sorted(sent) == [(SUM, 12), (SUM, 16)]
+        assert sorted(sent) == [(SUM, 4 * (3 + WORD)), (SUM, 4 * (4 + WORD))]
 
 
 def muon_data(rank: int, backup: str) -> tuple[Sent, Sent]:
@@ -300,22 +303,22 @@ def muon_data(rank: int, backup: str) -> tuple[Sent, Sent]:
     return data_of(Hybrid(muon, others, lr=0.02, backup=backup))  # type: ignore[arg-type]
 
 
-GATHERED = (GATHER, 2 * (7 + 9))  # the larger parts, as bfloat16
+GATHERED = (GATHER, 2 * (7 + 9 + WORD))  # the larger parts, as bfloat16
 # For each of two parameters: the largest square; sums for the one length to try, of six words,
 # and then the largest element of its cut block.
 LEARNED = [(MAX, 2 * 4), (SUM, 2 * 6 * 8), (MAX, 2 * 4)]
 
 
 def test_gefen_muon_moves_what_muon_does_and_the_maxima_of_cut_blocks() -> None:
-    step = [(MAX, 8), GATHERED]
+    step = [(MAX, 4 * (2 + WORD)), GATHERED]
     assert run_ranks(muon_data, 2, "").values() == ((LEARNED + step, step),) * 2
 
 
 @pytest.mark.parametrize("backup", ["gefen", "adamw"])
 def test_hybrid_moves_what_its_halves_do_and_learns_for_both_at_once(backup: str) -> None:
-    step = [(MAX, 8), GATHERED]
+    step = [(MAX, 4 * (2 + WORD)), GATHERED]
     learned = LEARNED
     if backup == "gefen":
-        step = [*step, (MAX, 8), (SUM, 8)]
+        step = [(MAX, 4 * (2 + WORD)), (SUM, 4 * (2 + WORD)), *step]  # the backup first
         learned = [(op, 2 * size) for op, size in LEARNED]
     assert run_ranks(muon_data, 2, backup).values() == ((learned + step, step),) * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import consensus
 from adapters import Hybrid, _exchange, _muon_rule
+from adapters._owners import Leg
 from adapters._plan import Cut, rectangles
 from consensus.testing._processes import run_ranks
 from tests.gloo._cases import Recorder, on_ranks
@@ -81,21 +82,22 @@ class Traffic:
 @contextmanager
 def listening(rank: int) -> Iterator[Traffic]:
     """Note each exchange; torch's own account must come to the same number."""
-    traffic, exchange = Traffic(), _exchange._all_to_all
+    traffic, exchange = Traffic(), _exchange.CARRIES["all_to_all"]
 
     def exchanging(
-        output: Tensor, given: Tensor, receive: list[int], send: list[int], *, group: Any
-    ) -> None:
-        assert (sum(receive), sum(send)) == (len(output), len(given))
+        output: Tensor, given: Tensor, leg: Leg, group: Any, scratch: Tensor
+    ) -> Callable[[], object]:
+        send = leg.sent
+        assert (sum(leg.received), sum(send)) == (len(output), len(given))
         assert given.dtype == torch.bfloat16
         own = dist.get_group_rank(group, rank)
         traffic.given.append(given.nbytes)
         traffic.to_others += (sum(send) - send[own]) * given.element_size()
         traffic.flags += len(send) - 1
-        exchange(output, given, receive, send, group=group)
+        return exchange(output, given, leg, group, scratch)
 
     with pytest.MonkeyPatch.context() as patch, Collectives() as seen:
-        patch.setattr(_exchange, "_all_to_all", exchanging)
+        patch.setitem(_exchange.CARRIES, "all_to_all", exchanging)
         yield traffic
     assert seen.bytes == traffic.given
     assert all("alltoall" in name.replace("_", "") for name in seen.calls), seen.calls

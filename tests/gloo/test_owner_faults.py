@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -20,9 +21,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 import consensus
 from adapters import GefenMuon, Muon, _muon_rule
+from adapters._data_phase import DataPhase
 from adapters._exchange import Courier
 from adapters._owners import Round
-from consensus.testing import run_ranks
+from adapters.options import ShardedMode
 from tests.gloo._cases import Met, caught, on_ranks
 from tests.gloo.step_cases import Pair, Shapes, met_in, parameters
 
@@ -71,24 +73,34 @@ def struck(rank: int, faults: Sequence[Fault]) -> Iterator[list[str]]:
     """Raise where these faults say; which of them struck is noted."""
     noted: list[str] = []
     made: list[Courier] = []  # one for each round
+    current = 0  # the round that this rank works on
 
     def failing(fault: Fault, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if rank in fault.ranks and len(made) - 1 == fault.in_round:
+            nonlocal current
+            if isinstance(args[0], Courier):
+                current = made.index(args[0])
+            if rank in fault.ranks and current == fault.in_round:
                 noted.append(fault.text)
                 raise fault.error(fault.text.partition(": ")[2])
             return call(*args, **kwargs)
 
         return wrapped
 
-    begin = Courier.__init__
+    begin, views = Courier.__init__, Courier.views
 
-    def beginning(self: Courier, *args: Any) -> None:
+    def beginning(self: Courier, *args: Any, **kwargs: Any) -> None:
         made.append(self)
-        begin(self, *args)
+        begin(self, *args, **kwargs)
+
+    def viewing(self: Courier) -> Any:
+        nonlocal current
+        current = made.index(self)
+        return views(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Courier, "__init__", beginning)
+        patch.setattr(Courier, "views", viewing)
         for fault in faults:
             owner: Any = _muon_rule if fault.stage == "orthogonalize" else Courier
             patch.setattr(owner, fault.stage, failing(fault, getattr(owner, fault.stage)))
@@ -128,7 +140,7 @@ def suffer(rank: int, pair: Pair, faults: tuple[Fault, ...]) -> Run:
 def rounds_of(pair: Pair) -> list[Round]:
     (rule,) = pair.optimizer._rules
     assert isinstance(rule, _muon_rule.MuonRule)
-    return [round_ for round_, _ in rule._rounds]
+    return [lines.round for lines in rule._lines]
 
 
 def possible(pair: Pair, faults: Sequence[Fault]) -> list[tuple[Fault, ...]]:
@@ -180,7 +192,7 @@ def problems(runs: Sequence[Run]) -> list[str]:
             told = [(each.rank, f"{each.type_name}: {each.message}") for each in met.error.failures]
             if told != [(bad, fault.text) for fault in faults for bad in fault.ranks]:
                 found.append(f"rank {rank} was told {told}")
-            if "step: updates by owners failed on rank" not in met.text:
+            if "step: update failed on rank" not in met.text:
                 found.append(f"rank {rank} does not say where: {met.text}")
             if own and met.cause != own[0].text:
                 found.append(f"rank {rank} has the cause {met.cause}")
@@ -277,49 +289,72 @@ def test_ranks_of_other_meshes_are_told_before_they_write() -> None:
 
 @contextmanager
 def nothing_is_said() -> Iterator[None]:
+    def nothing(self: DataPhase, device: torch.device) -> Tensor:
+        return torch.zeros((), dtype=torch.bool, device=device)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("to_owners", "from_owners"):
-            call = getattr(Courier, name)
-            patch.setattr(Courier, name, lambda self, failed, call=call: call(self, failed=False))
+        patch.setattr(DataPhase, "word", nothing)
         yield
 
 
 def in_silence(rank: int, on: Meshes) -> list[Run]:
-    with nothing_is_said():
-        return every_fault(rank, on, Muon)
+    """One failure at each stage, of new optimizers: their ranks are not in step afterwards."""
+    mesh, placements = init_device_mesh("cpu", on[0]), on[1]
+    pair = pair_on(mesh, placements)
+    pair.healthy_step()
+    runs = []
+    for faults in all_faults(pair, mesh.size(), MemoryError):
+        if faults[0].stage in {run.faults[0].stage for run in runs}:
+            continue
+        pair = pair_on(mesh, placements)
+        pair.healthy_step()
+        with nothing_is_said():
+            runs.append(suffer(rank, pair, faults))
+    return runs
 
 
 @pytest.mark.parametrize("on", ON, ids=str)
 def test_without_the_failure_bit_ranks_write_what_is_wrong(on: Meshes) -> None:
     by_rank = on_ranks(in_silence, math.prod(on[0]), on)
-    found = judged(by_rank)
-    assert set(found) == {run.faults for run in by_rank[0]}
+    assert {run.faults[0].stage for run in by_rank[0]} == set(STAGES)
+    assert set(judged(by_rank)) == {run.faults for run in by_rank[0]}
     for runs in zip(*by_rank, strict=True):
-        for run in runs:  # they have stepped, with zeros for an update, and nobody has noticed
-            assert run.met.error is None or run.struck
-            assert run.met.changed or run.struck
+        for run in runs:  # its peers have stepped, with zeros for an update
+            if run.struck:
+                assert isinstance(run.met.error, MemoryError)
+            else:
+                assert run.met.error is None
+                assert run.met.changed
+            # The next step's agreement finds out.
+            assert "updates made" in run.met.then[0]
 
 
-# ---- before the first exchange of a round ----
+# ---- before the first exchange ----
 
 
-def no_room_for_buffers(rank: int, bad: int) -> Met:
-    pair = pair_on(init_device_mesh("cpu", (2,)), (Shard(0),))
+def no_room(rank: int, bad: int, mode: ShardedMode) -> Met:
+    made = []
+    for _ in range(2):
+        named = parameters(MATRICES, init_device_mesh("cpu", (2,)), (Shard(0),)).items()
+        made.append(Muon(named, lr=0.02, sharded_mode=mode))
+    pair = Pair(*made)
     pair.healthy_step()
     pair.give_gradients()
-    make = Courier._zeros
 
-    def zeros(self: Courier, numel: int) -> Tensor:
-        if rank == bad:
-            raise MemoryError("no room for buffers")
-        return make(self, numel)
+    def reserve(self: DataPhase, label: str, needed: Mapping[torch.device, int]) -> None:
+        assert all(needed.values())
+        raise MemoryError("no room for exchanges")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Courier, "_zeros", zeros)
-        return met_in(pair.optimizer, pair.optimizer.step)
+        if rank == bad:
+            patch.setattr(DataPhase, "reserve", reserve)
+        met = met_in(pair.optimizer, pair.optimizer.step)
+    error = caught(pair.step)
+    return replace(met, then=(repr(error),) if error else tuple(pair.differences()))
 
 
-@pytest.mark.xfail(strict=True, reason="a rank that cannot make its buffers leaves its peers alone")
-def test_a_rank_without_memory_for_buffers_tells_its_peers() -> None:
-    found = run_ranks(no_room_for_buffers, 2, 1, timeout=40.0, group_timeout=5.0).values()
-    assert [type(met.error) for met in found] == [consensus.GroupFailure] * 2
+@pytest.mark.parametrize("mode", ["exact", "distributed"])
+def test_a_rank_without_memory_for_its_exchanges_tells_its_peers(mode: ShardedMode) -> None:
+    for met in on_ranks(no_room, 2, 1, mode):
+        assert "rank 1: MemoryError: no room for exchanges" in met.text
+        assert (met.changed, met.left, met.then) == ("", (), ())

@@ -119,7 +119,8 @@ class Wires:
         pairs = zip(self.places, rounds, strict=True)
         self.tasks = rounds[0].tasks
         self.routes: dict[tuple[int, int], Route] = {
-            (each.copy, each.number): plan_route(round_, each.number) for each, round_ in pairs
+            (each.copy, each.number): plan_route(round_, each.number, for_gather=True)
+            for each, round_ in pairs
         }
         self.sent_away = 0  # elements that left the rank which held them
 
@@ -144,19 +145,26 @@ class Wires:
         return held
 
     def _hop(self, hops: Sequence[Hop], held: Sequence[list[Element]]) -> list[list[Element]]:
-        parcels = []
+        sent = []
         for hop, buffer in zip(hops, held, strict=True):
-            assert sum(hop.sent) == len(buffer)
-            parcels.append(split(reordered(buffer, hop.sorted_before), hop.sent))
+            assert sum(hop.leg.sent) == len(buffer)
+            sent.append(reordered(buffer, hop.sorted_before))
+        parcels = [split(each, hop.leg.sent) for each, hop in zip(sent, hops, strict=True)]
         found = []
         for number, hop in enumerate(hops):
             received: list[Element] = []
             own = self.place_on(number, hop.axis)
             for place, peer in enumerate(self.peers(number, hop.axis)):
                 parcel = parcels[peer][own]
-                assert len(parcel) == hop.received[place]
+                assert len(parcel) == hop.leg.received[place]
+                # Where all see everything, it lies here in what the peer shows.
+                start = hop.leg.starts[place]
+                assert sent[peer][start : start + len(parcel)] == parcel
+                assert len(sent[peer]) <= hop.leg.longest
                 received += parcel
                 self.sent_away += len(parcel) * (peer != number)
+            longest = max(len(sent[peer]) for peer in self.peers(number, hop.axis))
+            assert hop.leg.longest == longest
             found.append(reordered(received, hop.sorted_after))
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from adapters import _exchange
-from adapters._exchange import Courier, joined
-from adapters._owners import Piece, Route, Task, plan_route
+from adapters._data_phase import DataPhase
+from adapters._exchange import Courier, joined, make_lines
+from adapters._owners import Leg, Piece, Route, Task, plan_route
 from adapters._plan import Cut, Rectangle
 from tests.unit.owner_cases import MIB, SHAPES, Place, rounds_of
 
@@ -81,19 +82,24 @@ class Post:
     rank: int = 0
     calls: int = 0
 
-    def all_to_all(
-        self, output: Tensor, given: Tensor, receive: list[int], send: list[int], group: Group
-    ) -> None:
-        parcels = [each.clone() for each in torch.split(given, send)]
+    def carry(
+        self, output: Tensor, given: Tensor, leg: Leg, group: Group, scratch: Tensor
+    ) -> Callable[[], object]:
+        parcels = [each.clone() for each in torch.split(given, list(leg.sent))]
         before = self.sent.get((self.rank, self.calls))
         self.changed |= before is None or not all(map(torch.equal, before, parcels))
         self.sent[self.rank, self.calls] = parcels
         place = group.index(self.rank)
         got = [self.sent.get((peer, self.calls)) for peer in group]
-        for target, parcel in zip(torch.split(output, receive), got, strict=True):
-            if parcel is not None:
-                target.copy_(parcel[place])  # which fails unless it has that size
         self.calls += 1
+
+        def wait() -> None:
+            targets = torch.split(output, list(leg.received))
+            for target, parcel in zip(targets, got, strict=True):
+                if parcel is not None:
+                    target.copy_(parcel[place])  # which fails unless it has that size
+
+        return wait
 
     def run(self, crew: Crew, program: Callable[[int], Any]) -> list[Any]:
         """Return what the program of each rank returns when nothing more changes."""
@@ -109,7 +115,7 @@ class Post:
 @pytest.fixture
 def post(monkeypatch: pytest.MonkeyPatch) -> Post:
     made = Post()
-    monkeypatch.setattr(_exchange, "_all_to_all", made.all_to_all)
+    monkeypatch.setitem(_exchange.CARRIES, "all_to_all", made.carry)
     monkeypatch.setattr("torch.distributed.get_world_size", len)
     monkeypatch.setattr(_exchange, "exchange_device", lambda param: torch.device("cpu"))
     # What stands for a parameter is (crew, rank).
@@ -138,11 +144,23 @@ def part_of(whole: Tensor, part: Rectangle) -> Tensor:
     return whole[rows, part.first_col : part.first_col + part.num_cols]
 
 
-def courier_of(crew: Crew, rank: int, which: int, bucket_bytes: int) -> tuple[Courier, Route]:
+def fail() -> None:
+    raise MemoryError("no memory left")
+
+
+def courier_of(
+    crew: Crew, rank: int, which: int, bucket_bytes: int, phase: DataPhase
+) -> tuple[Courier, Route]:
     round_ = rounds_of(crew.place(rank), bucket_bytes=bucket_bytes)[which]
     route = plan_route(round_, crew.place(rank).number)
     at: Any = (crew, rank)
-    return Courier(round_, route, at), route
+    lines = make_lines(round_, route, at, "all_to_all")
+    # Stray memory, which must not be seen.
+    memory, returned = (
+        torch.full((numel,), math.nan, dtype=torch.bfloat16)
+        for numel in (lines.numel, lines.num_returned)
+    )
+    return Courier(lines, memory, returned, phase), route
 
 
 def pack(courier: Courier, task: Task, piece: Piece) -> None:
@@ -157,15 +175,23 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.contiguous().view(kind).flatten().tolist()
 
 
+def _has_heard(phase: DataPhase) -> bool:
+    return any(bool(each) for each in phase._heard.values())
+
+
 def exchange(
     crew: Crew, rank: int, which: int, bucket_bytes: int, fails: tuple[int, str] | None = None
 ) -> tuple[list[str], bool]:
     """What is wrong on this rank after a round of exchanges, and whether it has heard of it."""
-    courier, route = courier_of(crew, rank, which, bucket_bytes)
+    phase = DataPhase(tuple(crew.ranks))
+    courier, route = courier_of(crew, rank, which, bucket_bytes, phase)
     for task, piece in route.gathered:
         pack(courier, task, piece)
     found = []
-    courier.to_owners(failed=fails == (rank, "packing"))
+    if fails == (rank, "packing"):
+        phase.attempt(fail)
+    courier.to_owners()
+    courier.at_owners()
     views = courier.views()
     for task, got, sent in route.owned:
         whole, rows, age = courier.assemble(task, got)
@@ -179,7 +205,10 @@ def exchange(
             found.append(f"rows of {task.position}")
         result = rows_of(task.position, -3.0) if task.with_rows else None
         courier.pack_result(sent, whole_of(task.position, -2.0).bfloat16(), result)
-    courier.from_owners(failed=fails is not None and fails[0] == rank)
+    if fails == (rank, "computing"):
+        phase.attempt(fail)
+    courier.from_owners()
+    courier.back_from_owners()
     for task, piece in route.returned:
         update, halves = views[task.position]
         if bits(update) != bits(part_of(whole_of(task.position, -2.0).bfloat16(), piece.part)):
@@ -188,7 +217,7 @@ def exchange(
         if bits(joined(halves)) != (bits(own) if task.with_rows and piece.part.numel else []):
             found.append(f"new rows of {task.position}")
     assert len(views) == len(route.returned)
-    return found, bool(courier.heard)
+    return found, _has_heard(phase)
 
 
 @pytest.mark.parametrize("bucket_bytes", [300, MIB])
@@ -227,18 +256,6 @@ def test_a_rank_that_failed_sends_zeros_and_no_other_rank_does(post: Post) -> No
             assert parcel[-1] == 1.0  # all have heard
 
 
-def test_what_is_left_unpacked_travels_as_zeros(post: Post) -> None:
-    crew = CREWS[0]
-
-    def unpacked(rank: int) -> None:
-        courier, _ = courier_of(crew, rank, 0, MIB)
-        courier.to_owners(failed=False)
-        courier.from_owners(failed=False)
-
-    post.run(crew, unpacked)
-    assert not any(parcel.any() for parcels in post.sent.values() for parcel in parcels)
-
-
 # ---- float32 numbers that travel as bfloat16 ----
 
 AWKWARD = (0.0, -0.0, 1 / 3, 1e-42, -1e38, float("inf"), float("-inf"), float("nan"))
@@ -265,15 +282,3 @@ def test_only_a_part_with_the_start_of_its_rows_brings_their_moments() -> None:
             along = task.with_rows and number == 0
             # And their age.
             assert piece.length - piece.part.numel == 2 * (piece.part.num_rows + 1) * along
-
-
-def parts(sizes: Sequence[int]) -> list[Tensor]:
-    return list(torch.split(torch.arange(sum(sizes)), list(sizes)))
-
-
-def test_parcels_are_put_into_another_order_by_size() -> None:
-    sizes, order = (2, 0, 3, 1), (3, 0, 2, 1)
-    expected = torch.cat([parts(sizes)[place] for place in order])
-    assert torch.equal(_exchange._sorted(torch.arange(6), (sizes, order)), expected)
-    buffer = torch.arange(6)
-    assert _exchange._sorted(buffer, None) is buffer
