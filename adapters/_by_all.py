@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from adapters._batches import in_batches
 from adapters._by_owners import Orthogonalize
 from adapters._data_phase import DataPhase
-from adapters._plan import Bucket
+from adapters._plan import Bucket, Slot
 from adapters._reshard import (
     assemble,
     exchange_device,
@@ -89,8 +89,15 @@ def _compute(
     # A rank without elements of a matrix computes nothing of it.
     pairs = [(slot, pending[slot.position]) for slot in bucket.slots if slot.own.numel]
     for batch in in_batches([work.kind for _, work in pairs]):
-        slots, works = zip(*(pairs[i] for i in batch), strict=True)
-        updates = orthogonalize(works, [assemble(slot, gathered) for slot in slots])
-        for slot, work, update in zip(slots, works, updates, strict=True):
-            whole, work.row_moment = work.finish(update, work.state.get("normuon_v"))
-            work.update = own_part(slot, whole, device=work.grad.device)
+        _compute_batch([pairs[i] for i in batch], gathered, orthogonalize)
+
+
+def _compute_batch(
+    pairs: Sequence[tuple[Slot, Any]], gathered: Tensor, orthogonalize: Orthogonalize
+) -> None:
+    # A function of its own, so that nothing of a batch is alive when the next is computed.
+    slots, works = zip(*pairs, strict=True)
+    updates = orthogonalize(works, [assemble(slot, gathered) for slot in slots])
+    for slot, work, update in zip(slots, works, updates, strict=True):
+        whole, work.row_moment = work.finish(update, work.state.get("normuon_v"))
+        work.update = own_part(slot, whole, device=work.grad.device)

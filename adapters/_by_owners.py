@@ -21,6 +21,7 @@ from torch import Tensor
 from adapters._batches import Kind, in_batches
 from adapters._data_phase import DataPhase
 from adapters._exchange import Courier, Lines
+from adapters._owners import Owned
 from adapters._rules import Member, local
 
 
@@ -150,15 +151,24 @@ def _compute(courier: Courier, pending: Mapping[int, Work], orthogonalize: Ortho
         work.update, work.row_moment = update, rows if len(rows) else None
     owned = courier.route.owned
     for batch in in_batches([pending[task.position].kind for task, _, _ in owned]):
-        some = [owned[i] for i in batch]
-        works = [pending[task.position] for task, _, _ in some]
-        assembled = [courier.assemble(task, got) for task, got, _ in some]
-        updates = orthogonalize(works, [whole for whole, _, _ in assembled])
-        for (_, _, sent), work, (_, moment, age), update in zip(
-            some, works, assembled, updates, strict=True
-        ):
-            finished, new = work.finish(update, None if moment is None else moment[:, None], age)
-            courier.pack_result(sent, finished, None if new is None else new[:, 0])
+        _compute_batch([owned[i] for i in batch], courier, pending, orthogonalize)
+
+
+def _compute_batch(
+    owned: Sequence[Owned],
+    courier: Courier,
+    pending: Mapping[int, Work],
+    orthogonalize: Orthogonalize,
+) -> None:
+    # A function of its own, so that nothing of a batch is alive when the next is computed.
+    works = [pending[task.position] for task, _, _ in owned]
+    assembled = [courier.assemble(task, got) for task, got, _ in owned]
+    updates = orthogonalize(works, [whole for whole, _, _ in assembled])
+    for (_, _, sent), work, (_, moment, age), update in zip(
+        owned, works, assembled, updates, strict=True
+    ):
+        finished, new = work.finish(update, None if moment is None else moment[:, None], age)
+        courier.pack_result(sent, finished, None if new is None else new[:, 0])
 
 
 def _by_device(lines: Iterable[Lines]) -> dict[torch.device, list[Lines]]:

@@ -191,12 +191,15 @@ class Way:
     hops: tuple[Hop, ...]
 
 
+Owned: TypeAlias = tuple[Task, tuple[Piece, ...], tuple[Piece, ...]]  # its parts: got, sent back
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """Everything one rank needs to take part in a round, worked out once."""
 
     gathered: tuple[tuple[Task, Piece], ...]  # what it sends to owners of its copy
-    owned: tuple[tuple[Task, tuple[Piece, ...], tuple[Piece, ...]], ...]  # got, and sent back
+    owned: tuple[Owned, ...]
     returned: tuple[tuple[Task, Piece], ...]  # what it gets back, from all copies
     there: Way
     back: Way
