@@ -12,7 +12,8 @@ import consensus
 from adapters._data_phase import DataPhase
 from adapters._gefen_math import direction
 from adapters._momenta import Counted, Momenta, Moving
-from adapters._muon_rule import MuonRule, Pending
+from adapters._muon_rule import MuonRule
+from adapters._muon_step import Pending
 from adapters._period import PeriodRules
 from adapters._rules import Member, Owner, Write, gradient_of
 from adapters.options import MuonVariantOptions, ShardedMode
@@ -38,12 +39,13 @@ class QuantizedPending(Pending):
             nesterov=group["nesterov"],
         )
 
-    def commit_momentum(self) -> None:
-        """Write the momentum."""
-        assert self.moving is not None
-        self.moving.commit(self.states)
-        state = self.states[self.member.param]
-        state["step"] = state.get("step", 0) + 1
+    @staticmethod
+    def commit_momenta(pending: Sequence[Any]) -> None:
+        """Write the momenta."""
+        for each in pending:
+            each.moving.commit(each.states)
+            state = each.states[each.member.param]
+            state["step"] = state.get("step", 0) + 1
 
 
 class GefenMuonRule(MuonRule):

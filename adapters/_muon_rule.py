@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +10,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
-from adapters._batches import Kind, in_batches, newton_schulz_stacked, stackable
+from adapters._batches import Kind, in_batches, stackable
 from adapters._by_all import Exchange, compute_by_all, memory_of_buckets
 from adapters._by_owners import compute_by_owners, memory_of_rounds
 from adapters._data_phase import DataPhase
-from adapters._exchange import Lines, joined, make_lines
+from adapters._exchange import Lines, make_lines
+from adapters._muon_step import Pending, Step, kind_of, orthogonalize
 from adapters._newton_schulz import (
     adjust_lr,
     count_agreeing,
     mask_opposed,
-    nesterov_direction,
-    newton_schulz,
-    normalize_rows,
-    schedule_of,
 )
 from adapters._owners import Crew, plan_rounds, plan_route
 from adapters._plan import Matrix, Ranks, plan_buckets
@@ -46,120 +42,9 @@ from adapters._rules import (
     local,
     scalar_lr,
     spans_ranks,
-    was_written,
 )
 from adapters._transports import check_transport
 from adapters.options import MuonOptions, ShardedMode
-
-
-@dataclass(slots=True)
-class Pending:
-    """What a step will do to one matrix, computed but not yet written."""
-
-    member: Member
-    states: Any  # of the optimizer; written by commit only
-    grad: Tensor  # this rank's part, unscaled
-    decay: float | Tensor  # factor for the weights
-    alpha: float  # factor for the update
-    row_key: str  # of the moment of rows in the state
-    kind: Kind | None  # of matrices that are computed together; None for one by one
-    momentum_buffer: Tensor | None = None  # where it is dense: as it stands, or zeros
-    update: Tensor | None = None  # this rank's part, bfloat16; None where that is empty
-    # Where rows are normalised: (rows, 1), of the whole matrix; or, where an owner computes, of
-    # this rank's rows.
-    row_moment: Tensor | None = None
-
-    def direction(self) -> Tensor:
-        """This rank's part of the matrix to orthogonalise, in memory of its own."""
-        group = self.member.group
-        return nesterov_direction(
-            self.grad,
-            local(self._buffer()),
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-        )
-
-    def finish(
-        self, update: Tensor, moment: Tensor | None, age: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Normalise the rows of an orthogonal matrix, if asked for; the arguments are not written.
-
-        Args:
-            update: The whole matrix, orthogonalised.
-            moment: Of all its rows, (rows, 1); None where rows are not normalised, or at first.
-            age: How many steps it has seen, where this rank may not know: shape ().
-
-        Returns:
-            The update, bfloat16, and the new moment of its rows.
-        """
-        if not self.normalizes_rows:
-            return update, None
-        if moment is None:
-            moment = update.new_zeros(update.size(0), 1, dtype=torch.float32)
-        group = self.member.group
-        step = self.state.get("normuon_step", 0 if age is None else int(age)) + 1
-        beta = group["normuon_beta2"]
-        return normalize_rows(
-            update, moment, beta=beta, bias=1 - beta**step, eps=group["normuon_eps"]
-        )
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """What is stored of the parameter; read only."""
-        found: Mapping[str, Any] = self.states.get(self.member.param, {})
-        return found
-
-    @property
-    def normalizes_rows(self) -> bool:
-        """Whether the rows of the update are normalised."""
-        return bool(self.member.group.get("normuon", False))
-
-    def commit(self) -> None:
-        """Write the matrix and its momentum, with operations that their operands cannot fail."""
-        self.commit_momentum()
-        if self.row_moment is not None:
-            state = self.states[self.member.param]
-            is_whole = self.row_key == "normuon_v"
-            state[self.row_key] = self.row_moment if is_whole else joined(self.row_moment)[:, None]
-            state["normuon_step"] = state.get("normuon_step", 0) + 1
-        param = local(self.member.param)
-        param.mul_(self.decay)
-        if self.update is not None:
-            param.add_(self.update.to(param.device), alpha=self.alpha)
-        was_written(self.member.param)
-
-    def commit_momentum(self) -> None:
-        """Write the momentum."""
-        buffer = self._buffer()
-        # Again, in place: the same bits that direction() saw, which nobody had to keep until now.
-        local(buffer).lerp_(self.grad, 1 - self.member.group["momentum"])
-        self.states[self.member.param]["momentum_buffer"] = buffer
-
-    def _buffer(self) -> Tensor:
-        """The momentum as it stands in the state, or zeros that are not there yet."""
-        if self.momentum_buffer is None:
-            raise AssertionError("a dense momentum is there before it is used")
-        return self.momentum_buffer
-
-
-def kind_of(member: Member) -> Kind:
-    """Return what a matrix must have in common with others to be computed together."""
-    rows, cols = member.param.shape
-    return Kind((rows, cols), schedule_of(member.group), member.group["eps"])
-
-
-def orthogonalize(works: Sequence[Pending], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Newton-Schulz of whole matrices: of one kind, or a single one. They are not written."""
-    if len(works) > 1:
-        kind = kind_of(works[0].member)
-        # Options may have changed since kinds were read.
-        if all(kind_of(each.member) == kind for each in works):
-            return newton_schulz_stacked(matrices, kind)
-    options = [each.member.group for each in works]
-    return [
-        newton_schulz(matrix, schedule_of(group), eps=group["eps"])
-        for matrix, group in zip(matrices, options, strict=True)
-    ]
 
 
 class MuonRule(Rule):
@@ -284,7 +169,7 @@ class MuonRule(Rule):
             :func:`compute_by_owners`; then, where opposed elements are masked, one all_reduce of
             an int64 for each matrix and one more.
         """
-        rates: dict[Any, float] = {}
+        rates: dict[Any, tuple[float | Tensor, float]] = {}
         pending: dict[int, Pending] = {}
 
         def prepare() -> None:
@@ -301,7 +186,7 @@ class MuonRule(Rule):
         else:
             compute_by_all(self._exchanges, pending, orthogonalize, memory, phase)
         self._mask(members, pending, phase)
-        return list(pending.values())
+        return [Step(list(pending.values()))]
 
     def advance(
         self, owner: Owner, members: Sequence[Member], pending: Sequence[Any], phase: DataPhase
@@ -360,20 +245,26 @@ class MuonRule(Rule):
         return Reduction(order, gather_groups(param), exchange_device(param), 1, torch.int64)
 
     def _prepare(
-        self, owner: Owner, member: Member, inv_scale: float | None, rates: dict[Any, float]
+        self,
+        owner: Owner,
+        member: Member,
+        inv_scale: float | None,
+        rates: dict[Any, tuple[float | Tensor, float]],
     ) -> Pending:
         """Return what is known of a step before it is computed; ``rates`` are those known yet."""
         group, param = member.group, member.param
         lr = scalar_lr(group)
         rate = (id(group), param.shape)
         if rate not in rates:  # once for all of a shape: a tensor on a device is waited for
-            rates[rate] = float(adjust_lr(lr, group["adjust_lr_fn"], param.shape))
+            alpha = -float(adjust_lr(lr, group["adjust_lr_fn"], param.shape))
+            rates[rate] = 1 - lr * group["weight_decay"], alpha
+        decay, alpha = rates[rate]
         return self.pending(
             member=member,
             states=owner.state,
             grad=self._gradient(member, inv_scale),
-            decay=1 - lr * group["weight_decay"],
-            alpha=-rates[rate],
+            decay=decay,
+            alpha=alpha,
             row_key="normuon_rows" if member.position in self._crews else "normuon_v",
             kind=self._kinds.get(member.position),
             momentum_buffer=self._momentum_buffer(owner, member),

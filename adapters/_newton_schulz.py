@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,11 +16,16 @@ from adapters._schedules import (
     DEFAULT_STEPS,
     SCHEDULES,
     Coefficients,
+    Form,
+    Leg,
     Schedule,
+    legs,
 )
 
 DEFAULT_EPS = 1e-7
 DEFAULT_SCHEDULE = Schedule((DEFAULT_COEFFICIENTS,) * DEFAULT_STEPS)
+
+AddProduct: TypeAlias = Callable[..., Tensor]  # torch.addmm, or torch.baddbmm for a stack
 
 
 def nesterov_direction(
@@ -64,10 +70,12 @@ def newton_schulz(
     The operations, their order and the strides of every operand are those of torch.optim.Muon,
     because all three decide the last bit. One thing differs: torch divides in place, so a
     bfloat16 momentum buffer given to it is normalised as well. Here the argument is left alone.
+    The gram form is the same polynomial with fewer products, and other bits.
 
     Args:
         matrix: Shape (rows, cols), any real float dtype. Read, not written.
-        schedule: For each step (a, b, c) of ``a X + b (XX')X + c (XX')^2 X``, dimensionless.
+        schedule: For each step (a, b, c) of ``a X + b (XX')X + c (XX')^2 X``, dimensionless; and
+            the form, which matters where one side is at least twice the other.
         eps: The least norm to divide by, so that a matrix of zeros stays one.
 
     Returns:
@@ -75,30 +83,71 @@ def newton_schulz(
 
     Source:
         Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; torch.optim._muon, torch 2.13.
+        The gram form: Zhang, Amsel, Chen, Dao 2026,
+        https://dao-lab.ai/blog/2026/gram-newton-schulz ; where it starts anew is our own, see
+        [Note: the gram form] in ``_schedules``.
     """
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.bfloat16()
     if is_tall:
         x = x.T  # the product XX' is then the smaller one
     norm = x.norm() if schedule.safety == 1 else x.norm() * schedule.safety
-    x = x / norm.clamp(min=eps)
-    for a, b, c in schedule.steps:
-        gram = x @ x.T
-        gram_update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, gram_update, x, beta=a)
+    x = take_steps(x / norm.clamp(min=eps), legs(schedule, (x.size(0), x.size(1))), torch.addmm)
     return x.T if is_tall else x
 
 
+def take_steps(
+    x: Tensor,  # (..., rows, cols), no more rows than columns
+    legs: Iterable[Leg],
+    add_product: AddProduct,
+) -> Tensor:
+    """Return a normalised matrix, or a stack of them, after all steps; it is not written.
+
+    Args:
+        x: Its singular values are at most about 1.
+        legs: The steps to take one by one, and those to take two at once.
+        add_product: ``torch.addmm``, or ``torch.baddbmm`` for a stack.
+    """
+    for leg in legs:
+        x = (_one_step if len(leg) == 1 else _two_steps)(x, leg, add_product)
+    return x
+
+
+def _one_step(x: Tensor, leg: Leg, add_product: AddProduct) -> Tensor:
+    ((a, b, c),) = leg
+    gram = x @ x.mT
+    gram_update = add_product(gram, gram, gram, beta=b, alpha=c)
+    return add_product(x, gram_update, x, beta=a)
+
+
+def _two_steps(x: Tensor, leg: Leg, add_product: AddProduct) -> Tensor:
+    """Both polynomials from one Gram matrix; see [Note: the gram form] in ``_schedules``."""
+    (a, b, c), (next_a, next_b, next_c) = leg
+    gram = x @ x.mT
+    update = add_product(gram, gram, gram, beta=b, alpha=c)  # the first polynomial, less a I
+    halfway = add_product(gram, gram, update, beta=a)  # R P
+    gram = add_product(halfway, update, halfway, beta=a)  # P R P
+    polynomial = update  # which nobody needs any more as it was
+    polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+    update = add_product(gram, gram, gram, beta=next_b, alpha=next_c)
+    return add_product(polynomial, polynomial, update, beta=next_a) @ x
+
+
 def schedule_of(group: Mapping[str, Any]) -> Schedule:
-    """Return the Newton-Schulz schedule that a parameter group asks for."""
+    """Return the Newton-Schulz schedule that a parameter group asks for, its form included.
+
+    Raises:
+        ValueError: The group was changed to a form that there is not.
+    """
     wanted: str | Sequence[Coefficients] | None = group.get("ns_schedule")
+    form: Form = group.get("ns_form", "standard")
     if wanted is None or wanted == "standard":
         a, b, c = group["ns_coefficients"]
         num_steps: int = group["ns_steps"]
-        return Schedule(((a, b, c),) * num_steps)
+        return Schedule(((a, b, c),) * num_steps, form=form)
     if isinstance(wanted, str):
-        return SCHEDULES[wanted]
-    return Schedule(tuple((a, b, c) for a, b, c in wanted))
+        return replace(SCHEDULES[wanted], form=form)
+    return Schedule(tuple((a, b, c) for a, b, c in wanted), form=form)
 
 
 def adjust_lr(lr: float | Tensor, adjust_lr_fn: str | None, shape: Sequence[int]) -> float | Tensor:

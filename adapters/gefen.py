@@ -20,7 +20,7 @@ from adapters._quantized import (
     period_rules,
 )
 from adapters._rules import Rule
-from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS
+from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS, Form
 from adapters.options import (
     GefenOptions,
     MuonVariantOptions,
@@ -149,6 +149,7 @@ class GefenMuon(QuantizedOptimizer):
             ``"standard"`` use the arguments above.
         adjust_lr_fn: ``"original"`` (the same as None) or ``"match_rms_adamw"``.
         sharded_mode: ``"exact"``, ``"distributed"`` or ``"approx"``; equal on all ranks.
+        ns_form: ``"standard"``, or ``"gram"`` for fewer products; see :class:`adapters.Muon`.
         normuon: Whether to divide the rows of updates by a running root mean square of theirs.
             Takes four bytes for each row of the whole matrix, on every rank.
         normuon_beta2: The share of the old row moment that is kept.
@@ -189,6 +190,7 @@ class GefenMuon(QuantizedOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         sharded_mode: ShardedMode = "exact",
+        ns_form: Form = "standard",
         normuon: bool = False,
         normuon_beta2: float = 0.95,
         normuon_eps: float = 1e-8,
@@ -213,6 +215,8 @@ class GefenMuon(QuantizedOptimizer):
             "normuon_eps": normuon_eps,
             "cautious": cautious,
         }
+        if ns_form != "standard":
+            defaults["ns_form"] = ns_form
         check_options(defaults, MuonVariantOptions, "GefenMuon")
         self.sharded_mode = check_sharded_mode(sharded_mode)
         self.codebook_refresh_every = check_refresh(codebook_refresh_every)

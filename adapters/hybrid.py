@@ -31,7 +31,7 @@ from adapters._routing import (
     route_named,
 )
 from adapters._rules import Rule
-from adapters._schedules import DEFAULT_COEFFICIENTS
+from adapters._schedules import DEFAULT_COEFFICIENTS, Form
 from adapters.options import MuonVariantOptions, ShardedMode, check_options, check_sharded_mode
 
 NamedParams: TypeAlias = Iterable[tuple[str, Tensor]]
@@ -73,6 +73,7 @@ class Hybrid(QuantizedOptimizer):
         nesterov: Whether to use Nesterov momentum.
         ns_steps: Number of Newton-Schulz iterations, where there is no schedule.
         ns_schedule: Coefficients of each Newton-Schulz iteration.
+        ns_form: ``"standard"``, or ``"gram"`` for fewer products; see :class:`adapters.Muon`.
         adjust_lr_fn: How the learning rate follows a matrix's shape.
         normuon: Whether to normalise rows.
         normuon_beta2: The share of the old row moment that is kept.
@@ -134,6 +135,7 @@ class Hybrid(QuantizedOptimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_schedule: str | list[tuple[float, float, float]] | None = "tuned3",
+        ns_form: Form = "standard",
         adjust_lr_fn: str | None = "match_rms_adamw",
         normuon: bool = True,
         normuon_beta2: float = 0.95,
@@ -163,6 +165,7 @@ class Hybrid(QuantizedOptimizer):
                 "eps": DEFAULT_EPS,
                 "ns_steps": ns_steps,
                 "ns_schedule": ns_schedule,
+                **({} if ns_form == "standard" else {"ns_form": ns_form}),
                 "adjust_lr_fn": adjust_lr_fn,
                 "normuon": normuon,
                 "normuon_beta2": normuon_beta2,

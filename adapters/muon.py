@@ -12,7 +12,7 @@ from adapters._base import VotingOptimizer
 from adapters._muon_rule import MuonRule
 from adapters._newton_schulz import DEFAULT_EPS
 from adapters._rules import Rule
-from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS
+from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS, Form
 from adapters.options import MuonVariantOptions, ShardedMode, check_options, check_sharded_mode
 
 
@@ -72,6 +72,9 @@ class Muon(VotingOptimizer):
             ``"tuned4"``, ``"tuned3"``) or a list of (a, b, c), one for each iteration; None uses
             the arguments above. For new runs ``"you5"`` costs what the default costs and comes
             closer to an orthogonal matrix.
+        ns_form: ``"standard"``, or ``"gram"``: the same polynomial with fewer products, for
+            matrices at least twice as long as wide (others are computed in the standard form).
+            For 1 : 4 a fifth fewer multiplications, as close to orthogonal; not torch's bits.
         normuon: Whether to divide the rows of updates by a running root mean square of theirs.
         normuon_beta2: The share of the old row moment that is kept.
         normuon_eps: Added to the root of the row moment.
@@ -110,6 +113,7 @@ class Muon(VotingOptimizer):
         *,
         sharded_mode: ShardedMode = "exact",
         ns_schedule: str | list[tuple[float, float, float]] | None = None,
+        ns_form: Form = "standard",
         normuon: bool = False,
         normuon_beta2: float = 0.95,
         normuon_eps: float = 1e-8,
@@ -129,6 +133,8 @@ class Muon(VotingOptimizer):
         # What torch's class does not have stands in the groups only if it is asked for.
         if ns_schedule is not None:
             defaults["ns_schedule"] = ns_schedule
+        if ns_form != "standard":
+            defaults["ns_form"] = ns_form
         if normuon:
             defaults |= {
                 "normuon": normuon,

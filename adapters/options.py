@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from adapters._newton_schulz import DEFAULT_EPS
-from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS, SCHEDULES
+from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS, SCHEDULES, Form
 
 ShardedMode = Literal["exact", "distributed", "approx"]
 
@@ -106,6 +106,7 @@ class MuonVariantOptions(MuonOptions):
     """What Gefen-X adds to Muon's options; its names and defaults."""
 
     ns_schedule: str | Annotated[tuple[Triple, ...], BeforeValidator(_list_to_tuple)] | None = None
+    ns_form: Form = "standard"
     normuon: bool = False
     normuon_beta2: Share = 0.95
     normuon_eps: float = Field(default=1e-8, gt=0.0)

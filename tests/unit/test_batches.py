@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters import Muon, _batches, _muon_rule
+from adapters import Muon, _batches, _muon_step
 from adapters._batches import (
     MAX_NUMEL,
     MIN_SIDE,
@@ -15,7 +17,7 @@ from adapters._batches import (
     newton_schulz_stacked,
     stackable,
 )
-from adapters._newton_schulz import DEFAULT_EPS, DEFAULT_SCHEDULE, newton_schulz
+from adapters._newton_schulz import DEFAULT_EPS, DEFAULT_SCHEDULE, newton_schulz, schedule_of
 from adapters._schedules import SCHEDULES, Schedule
 
 CPU = torch.device("cpu")
@@ -30,10 +32,16 @@ def matrices(rows: int, cols: int, number: int = 3) -> list[Tensor]:
     return [torch.randn(rows, cols, generator=generator) for _ in range(number)]
 
 
-@pytest.mark.parametrize(
-    "schedule", [DEFAULT_SCHEDULE, SCHEDULES["polar5"]], ids=["default", "polar5"]
-)
-@pytest.mark.parametrize("shape", [(32, 32), (33, 65), (64, 33), (64, 256)], ids=str)
+TRIED = {
+    "default": DEFAULT_SCHEDULE,
+    "polar5": SCHEDULES["polar5"],
+    "gram": replace(DEFAULT_SCHEDULE, form="gram"),
+    "polar5, gram": replace(SCHEDULES["polar5"], form="gram"),
+}
+
+
+@pytest.mark.parametrize("schedule", TRIED.values(), ids=TRIED)
+@pytest.mark.parametrize("shape", [(32, 32), (33, 65), (64, 33), (64, 256), (77, 33)], ids=str)
 def test_a_stack_has_the_bits_of_each(shape: tuple[int, int], schedule: Schedule) -> None:
     each = matrices(*shape)
     before = [matrix.clone() for matrix in each]
@@ -56,6 +64,20 @@ def test_only_small_matrices_of_which_there_are_several_are_stacked() -> None:
     kinds = [kind(64, 64), kind(64, 64), kind(40, 40), large, large, tiny, tiny]
     assert stackable(kinds, CPU) <= {kind(64, 64)}
     assert stackable(kinds, torch.device("meta")) == frozenset()
+
+
+def test_a_stack_is_computed_in_the_form_of_its_kind() -> None:
+    each = matrices(8, 32)
+    forms = [newton_schulz_stacked(each, kind(8, 32, TRIED[name])) for name in ("default", "gram")]
+    assert not any(map(torch.equal, *forms))
+
+
+def test_two_forms_are_two_kinds() -> None:
+    group = {"ns_schedule": "you5", "ns_form": "gram"}
+    one, other = kind(64, 256, SCHEDULES["you5"]), kind(64, 256, schedule_of(group))
+    assert one != other
+    assert in_batches([one, other, one]) == [[0, 2], [1]]
+    assert stackable([one, other], CPU) == frozenset()
 
 
 def test_what_comes_out_otherwise_is_not_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +105,7 @@ def test_a_step_in_batches_has_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> N
         stacks.append(len(each))
         return newton_schulz_stacked(each, same)
 
-    monkeypatch.setattr(_muon_rule, "newton_schulz_stacked", counted)
+    monkeypatch.setattr(_muon_step, "newton_schulz_stacked", counted)
     shapes = [(40, 40), (33, 50), (40, 40), (33, 50), (40, 40), (50, 33)]
     ours = [nn.Parameter(matrices(*shape, 1)[0]) for shape in shapes]
     torchs = [nn.Parameter(param.detach().clone()) for param in ours]

@@ -62,6 +62,7 @@ def test_the_arguments_are_muons_and_then_those_of_the_reference() -> None:
         ("ns_schedule", None),
         ("adjust_lr_fn", None),
         ("sharded_mode", "exact"),
+        ("ns_form", "standard"),
         ("normuon", False),
         ("normuon_beta2", 0.95),
         ("normuon_eps", 1e-8),

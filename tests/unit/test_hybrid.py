@@ -133,6 +133,7 @@ def test_the_arguments_are_those_of_the_reference() -> None:
         **{"betas": (0.9, 0.999), "eps": 1e-8, "backup_factored_v_2d": False},
         **{"backup_1d_period_one": False, "backup_2d_period_one": False},
         **{"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_schedule": "tuned3"},
+        "ns_form": "standard",
         **{"adjust_lr_fn": "match_rms_adamw", "normuon": True, "normuon_beta2": 0.95},
         **{"normuon_eps": 1e-8, "cautious": False, "sharded_mode": "exact"},
         **{"codebook_refresh_every": 0, "codebook_scope": "auto", "first_gradient": "raise"},

@@ -111,7 +111,8 @@ def test_signature_and_groups_are_torchs() -> None:
     assert [(p.name, p.default, p.kind) for p in ours[: len(torchs)]] == [
         (p.name, p.default, p.kind) for p in torchs
     ]
-    added = ["sharded_mode", "ns_schedule", "normuon", "normuon_beta2", "normuon_eps", "cautious"]
+    added = ["sharded_mode", "ns_schedule", "ns_form"]
+    added += ["normuon", "normuon_beta2", "normuon_eps", "cautious"]
     assert [p.name for p in ours[len(torchs) :]] == [*added, "control_group"]
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(torchs) :])
     params = parameters()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from adapters import Muon
 from adapters._newton_schulz import DEFAULT_SCHEDULE, newton_schulz
-from adapters._schedules import SCHEDULES, Schedule
+from adapters._owners import flops
+from adapters._schedules import FORMS, SCHEDULES, Form, Schedule, legs, multiplications
 
 # Least and largest singular value, and cosine to the orthogonal factor, for a power-law spectrum.
 QUALITY = {
@@ -21,12 +24,12 @@ QUALITY = {
 }
 
 
-def power_law(rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """A matrix whose singular values fall as 1 / k, and its orthogonal factor, by a float64 SVD."""
+def power_law(rows: int, cols: int, power: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Singular values that fall as 1 / k**power, and the orthogonal factor, by a float64 SVD."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
     u, values, v = torch.linalg.svd(noise, full_matrices=False)
-    falling = 1 / torch.arange(1, len(values) + 1, dtype=torch.float64)
+    falling = torch.arange(1, len(values) + 1, dtype=torch.float64) ** -power
     return (u * falling) @ v, u @ v
 
 
@@ -34,16 +37,73 @@ def test_every_schedule_is_tried() -> None:
     assert set(QUALITY) == {"default", *SCHEDULES}
 
 
-@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (96, 96)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (96, 96), (100, 200)], ids=str)
 @pytest.mark.parametrize("name", QUALITY)
-def test_singular_values_come_as_close_to_one_as_stated(name: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_singular_values_come_as_close_to_one_as_stated(
+    form: Form, name: str, shape: tuple[int, int]
+) -> None:
     schedule, least, largest, cosine = QUALITY[name]
     matrix, factor = power_law(*shape)
-    found = newton_schulz(matrix.float(), schedule).double()
+    found = newton_schulz(matrix.float(), replace(schedule, form=form)).double()
     values = torch.linalg.svdvals(found)
     assert least < values.min()
     assert values.max() < largest
     assert torch.cosine_similarity(found.flatten(), factor.flatten(), dim=0) > cosine
+
+
+@pytest.mark.parametrize("name", QUALITY)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_singular_value_leaves_the_band_when_they_fall_steeply(form: Form, name: str) -> None:
+    """Where the gram form diverges in bfloat16 if it takes the wrong steps at once."""
+    schedule, _, largest, _ = QUALITY[name]
+    matrix, _ = power_law(128, 256, power=2.0)
+    found = newton_schulz(matrix.float(), replace(schedule, form=form)).double()
+    assert torch.linalg.svdvals(found).max() < largest
+
+
+LEGS = {
+    "default": (2, 2, 1),
+    "you5": (2, 2, 1),
+    "polar5": (1, 2, 2),
+    "deepseek10": (2, 2, 2, 2, 2),
+    "tuned4": (2, 2),
+    "tuned3": (2, 1),
+}
+# Multiplications in units of m^3: of m x m, then of m x 4m in the standard and the gram form.
+WORK = {
+    "default": (15, 45, 35),
+    "you5": (15, 45, 35),
+    "polar5": (15, 45, 35),
+    "deepseek10": (30, 90, 65),
+    "tuned4": (12, 36, 26),
+    "tuned3": (9, 27, 22),
+}
+
+
+@pytest.mark.parametrize("name", QUALITY)
+def test_the_gram_form_takes_two_steps_at_once_where_they_grow_little(name: str) -> None:
+    schedule = replace(QUALITY[name][0], form="gram")
+    for shape in ((64, 128), (300, 100)):
+        found = legs(schedule, shape)
+        assert tuple(map(len, found)) == LEGS[name]
+        assert tuple(step for leg in found for step in leg) == schedule.steps
+
+
+@pytest.mark.parametrize("name", QUALITY)
+def test_the_form_decides_how_much_is_multiplied(name: str) -> None:
+    standard = QUALITY[name][0]
+    gram = replace(standard, form="gram")
+    square, wide_standard, wide_gram = (8**3 * work for work in WORK[name])
+    assert multiplications(standard, (8, 8)) == multiplications(gram, (8, 8)) == square
+    assert multiplications(standard, (8, 32)) == multiplications(standard, (32, 8)) == wide_standard
+    assert multiplications(gram, (8, 32)) == multiplications(gram, (32, 8)) == wide_gram
+
+
+def test_a_step_of_the_standard_form_is_what_owners_are_chosen_by() -> None:
+    one_step = Schedule(DEFAULT_SCHEDULE.steps[:1])
+    for shape in ((3, 5), (5, 3), (4, 4), (1, 9)):
+        assert multiplications(one_step, shape) == flops(shape)
 
 
 def test_the_norm_is_divided_out_with_room_for_rounding() -> None:
