@@ -104,7 +104,7 @@ def facts(rank: int, placements: tuple[Placement, Placement]) -> list[str]:
             found.append(f"elements of {shape}")
         if shards.is_first_copy is not (sum(copies) == 0):
             found.append(f"copy of {shape}")
-        if float(shards.over_mesh(torch.ones(3)).vector.sum()) != 3 * shards.is_first_copy:
+        if float(shards.over_mesh(torch.ones(3))[1].sum()) != 3 * shards.is_first_copy:
             found.append(f"what a copy of {shape} adds")
         if sum(part.numel for part in shards.parts) != elements.numel():
             found.append(f"parts of {shape}")
