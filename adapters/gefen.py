@@ -44,10 +44,11 @@ class Gefen(QuantizedOptimizer):
     parameters agree with those of one device to about 1e-6 of their change in a step.
 
     A step writes nothing until all its collectives have returned and all updates are computed,
-    which takes 5 bytes for each element on this rank while the step runs. (What the first step has
+    which takes 5 bytes for each element on this rank while the step runs. What the first step has
     learned before it fails there stays learned, on all ranks. An exception between two of these
-    collectives, such as running out of memory, reaches no peer: they wait for the timeout of their
-    group.)
+    collectives, such as running out of memory, is heard in the next one: then all raise. One after
+    the last of them is found by the next step's agreement; with ``commit_vote = True`` on the
+    optimizer, before anything is written.
 
     Args:
         params: Parameters, groups of them, or named parameters.

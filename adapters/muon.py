@@ -48,13 +48,14 @@ class Muon(VotingOptimizer):
     stays the average of the gradients.
 
     A step writes nothing until all its collectives have returned and all updates are computed; an
-    exception before that leaves parameters and state as they were on this rank. (One raised after
-    the agreement, such as running out of memory between two collectives, reaches no peer: they
-    wait for the timeout of their group.) It costs memory while the step runs: 2 bytes for each
-    element of this rank's shards, and for one bucket at a time the gathered matrices with one
-    matrix and its Newton-Schulz temporaries. When gradients are unscaled in the step, there is a
-    copy of this rank's gradients as well. Between steps there is one momentum buffer, sharded like
-    its parameter.
+    exception before that leaves parameters and state as they were, and is heard by all ranks that
+    take part in a later exchange of the step: they raise too. (One that is raised after the last
+    exchange, as in the exact mode while the last bucket is computed, is found by the next step's
+    agreement; with ``commit_vote = True`` on the optimizer, before anything is written.) It costs
+    memory while the step runs: 2 bytes for each element of this rank's shards, and for one bucket
+    at a time the gathered matrices with one matrix and its Newton-Schulz temporaries. When
+    gradients are unscaled in the step, there is a copy of this rank's gradients as well. Between
+    steps there is one momentum buffer, sharded like its parameter.
 
     Args:
         params: Parameters of two dimensions, groups of them, or named parameters. Give biases,
