@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from adapters._newton_schulz import adjust_lr, nesterov_direction, newton_schulz
-from adapters._schedules import DEFAULT_COEFFICIENTS, Schedule
+from adapters._schedules import DEFAULT_COEFFICIENTS, Form, Schedule
 
 SHAPES = [(8, 8), (5, 12), (12, 5), (1, 7), (7, 1), (1, 1), (64, 33), (128, 96)]
 
@@ -104,3 +106,11 @@ def test_a_tall_matrix_learns_faster() -> None:
     assert adjust_lr(1.0, "original", (16, 4)) == 2.0
     assert adjust_lr(1.0, "original", (4, 16)) == 1.0
     assert adjust_lr(1.0, "match_rms_adamw", (4, 25)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)], ids=str)
+def test_it_can_be_traced_as_one_graph(form: Form, shape: tuple[int, int]) -> None:
+    schedule = Schedule((DEFAULT_COEFFICIENTS,) * 5, form=form)
+    compiled: Any = torch.compile(newton_schulz, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(matrix(*shape), schedule), newton_schulz(matrix(*shape), schedule))
