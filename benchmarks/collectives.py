@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Run as a script, only this folder would be searched.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Run as a script, this folder would be searched first: torch would take cuda.py for NVIDIA's.
+_FOLDER = Path(__file__).resolve().parent
+sys.path[:] = [str(_FOLDER.parent), *(each for each in sys.path if each != str(_FOLDER))]
 
 import torch
 
