@@ -80,7 +80,19 @@ class Muon(VotingOptimizer):
         normuon_beta2: The share of the old row moment that is kept.
         normuon_eps: Added to the root of the row moment.
         cautious: Whether to leave out elements of updates that point against the gradient.
+        capturable: Whether ``step`` may be captured in a CUDA graph, without parameters that are
+            sharded or with ``sharded_mode="exact"``, and without ``normuon`` and ``cautious``. An
+            overflow that GradScaler finds is then left to the step, which masks its writes. Make a
+            step before the capture, keep ``lr`` in a tensor on the device if it is to change, and
+            replay through :class:`consensus.CapturedStep`. Not run on a GPU yet.
         control_group: The group to agree in. None derives it from the parameters' meshes.
+
+    Attributes:
+        bucket_bytes: Upper limit for the whole matrices that travel together, in bytes as
+            bfloat16; 64 MiB. Set before a step, equal on all ranks, as are the next two.
+        transport: How shards travel to owners: ``"all_to_all"``, or, where that is unreliable,
+            ``"p2p"`` or ``"gather"``.
+        commit_vote: Whether ranks agree once more before anything is written; False.
 
     Raises:
         ValueError: An option is out of range, or a parameter has not two dimensions.
@@ -119,6 +131,7 @@ class Muon(VotingOptimizer):
         normuon_beta2: float = 0.95,
         normuon_eps: float = 1e-8,
         cautious: bool = False,
+        capturable: bool = False,
         control_group: consensus.Source = None,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -144,6 +157,8 @@ class Muon(VotingOptimizer):
             }
         if cautious:
             defaults["cautious"] = cautious
+        if capturable:
+            defaults["capturable"] = capturable
         check_options(defaults, MuonVariantOptions, "Muon")
         self.sharded_mode = check_sharded_mode(sharded_mode)
         self.control_group = control_group

@@ -54,8 +54,10 @@ def test_every_promise_holds(fault: str, capsys: pytest.CaptureFixture[str]) -> 
         assert expected in unwrapped(shown)
 
 
-@pytest.mark.parametrize("fault", ["closure", "missing-grad", "order"])
-@pytest.mark.parametrize("optimizer", ["gefen", "gefen-muon", "hybrid"])
+@pytest.mark.parametrize(
+    ("optimizer", "fault"),
+    [("gefen", "closure"), ("gefen-muon", "order"), ("hybrid", "missing-grad")],
+)
 def test_every_promise_holds_whatever_the_optimizer(
     optimizer: str, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,11 +69,8 @@ def test_every_promise_holds_whatever_the_optimizer(
         assert expected in unwrapped(shown)
 
 
-@pytest.mark.parametrize("optimizer", ["gefen", "gefen-muon", "hybrid"])
-def test_without_agreement_any_optimizer_hangs(
-    optimizer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--ranks", "3", "--steps", "3", "--optimizer", optimizer, "--unguarded"]
+def test_without_agreement_a_hybrid_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "3", "--steps", "3", "--optimizer", "hybrid", "--unguarded"]
     code = main(["demo", *options])
     shown = capsys.readouterr().out
     assert code == 0, shown
