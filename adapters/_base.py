@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import consensus
+from adapters._captured import InGraph, expect_capturable
 from adapters._checkpoint import pack, stage
 from adapters._codebook import make_codebook
 from adapters._data_phase import DataPhase
@@ -122,6 +123,8 @@ class VotingOptimizer(Optimizer, ABC):
             loss: float | None = vote.closure(closure_of(args, kwargs))
             phase = self._check(vote)
         self.agreed = dict(zip(vote.ranges.names, vote.ranges.maximum, strict=True))
+        if vote.capturing:
+            phase.in_graph = InGraph.of(vote)
         if not vote.skip and self._prepare(vote):
             # Where ranks exchange, what is done depends on errors and on peers.
             traced = self.traceable and not phase.has_peers
@@ -189,7 +192,9 @@ class VotingOptimizer(Optimizer, ABC):
         self.casts_votes = any(rule.meets_ranks for rule in rules.values())
         # True makes GradScaler hand the overflow over to the step, so that ranks agree on it.
         # Elsewhere it stays False: trainers refuse to clip gradients where it is True.
-        self._step_supports_amp_scaling = self.casts_votes and self._spans_ranks()
+        # In a CUDA graph the step alone can mask its writes.
+        capturable = any(group.get("capturable", False) for group in self.param_groups)
+        self._step_supports_amp_scaling = capturable or (self.casts_votes and self._spans_ranks())
 
     def _spans_ranks(self) -> bool:
         return any(spans_ranks(member.param) for member in self._members())
@@ -252,6 +257,8 @@ class VotingOptimizer(Optimizer, ABC):
             known = self._read_parameters()
         for member in known.to_check:
             check_gradient(member.name, member.param)
+        if vote.capturing:
+            expect_capturable(self, known.by_rule)
         group = consensus.control_group(self)
         phase = DataPhase(group.ranks if self.casts_votes and not group.is_local else ())
         for rule, members in known.by_rule:
@@ -262,9 +269,9 @@ class VotingOptimizer(Optimizer, ABC):
             phase.reserve(rule.label, rule.plan(self, members))
         self._state_is_checked = True
         for ranks, which in self._which_have_state().items():
-            vote.same("state", which, ranks=ranks)
+            vote.progress("state", which, ranks=ranks)
         # A rank that failed where its peers could not hear of it has made one less.
-        vote.same("updates made", self._num_updates)
+        vote.progress("updates made", self._num_updates)
         if phase.has_peers:
             vote.same("commit_vote", self.commit_vote)
             # Each rank sees this for its own parameters only. Kept, so that ranks bring the same

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import consensus
+from adapters._captured import InGraph
 from adapters._plan import Ranks
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ class DataPhase:
         Args:
             members: The ranks that agree on the step. Without others errors are raised at once.
         """
+        #: What stays on the device, where the step is captured in a CUDA graph.
+        self.in_graph: InGraph | None = None
         self._members = members
         self._errors: list[BaseException] = []
         self._heard: dict[torch.device, Tensor] = {}  # whether a rank failed, of shape ()
@@ -123,8 +126,11 @@ class DataPhase:
             BaseException: What failed here, if not all know of it.
 
         Collectives:
-            An agreement if ``commit_vote``, or if all know of a failure.
+            An agreement if ``commit_vote``, or if all know of a failure. None in a CUDA graph.
         """
+        if self.in_graph is not None:
+            self._raise_first()  # what peers said is on the device; in a replay nobody fails here
+            return
         known_to_all = any(bool(each) for each in self._known_to_all.values())
         if commit_vote or known_to_all:
             with consensus.fail_together(f"{type(owner).__name__}.step: update", owner):

@@ -13,9 +13,10 @@ import consensus
 from adapters._batches import Kind, in_batches, stackable
 from adapters._by_all import Exchange, compute_by_all, memory_of_buckets
 from adapters._by_owners import compute_by_owners, memory_of_rounds
+from adapters._captured import refuse
 from adapters._data_phase import DataPhase
 from adapters._exchange import Lines, make_lines
-from adapters._muon_step import Pending, Step, kind_of, orthogonalize
+from adapters._muon_step import MaskedStep, Pending, Step, kind_of, orthogonalize
 from adapters._newton_schulz import (
     adjust_lr,
     count_agreeing,
@@ -117,6 +118,29 @@ class MuonRule(Rule):
         masks = any(each.group.get("cautious", False) for each in members)
         return masks or any(crew.ranks != ranks for crew in crews)
 
+    def check_capture(self, owner: Owner, members: Sequence[Member]) -> None:
+        """Raise unless all groups are capturable, and momenta are there; and for some options."""
+        if self.momenta is not None:
+            super().check_capture(owner, members)
+        if self.mode != "exact":
+            raise refuse(owner, self.label, f'in sharded_mode="{self.mode}" yet; use "exact"')
+        for each in members:
+            if not each.group.get("capturable", False):
+                raise RuntimeError(
+                    f"Attempting CUDA graph capture of step() for an instance of "
+                    f"{type(owner).__name__} but param_groups' capturable is False. Construct it "
+                    "with capturable=True."
+                )
+            for option in ("normuon", "cautious"):
+                if each.group.get(option, False):
+                    raise refuse(owner, self.label, f"with {option}=True yet")
+            if "momentum_buffer" not in owner.state.get(each.param, {}):
+                raise RuntimeError(
+                    f"{type(owner).__name__}: {self.label}expected a momentum of {each.name} "
+                    "before the capture of a step in a CUDA graph, which would reset it in each "
+                    "replay; there is none. Make a step outside of the capture that is not skipped."
+                )
+
     def plan(self, owner: Owner, members: Sequence[Member]) -> Mapping[torch.device, int]:
         """Plan the exchanges, anew if they are others, and return what memory they need."""
         active = [
@@ -169,12 +193,12 @@ class MuonRule(Rule):
             :func:`compute_by_owners`; then, where opposed elements are masked, one all_reduce of
             an int64 for each matrix and one more.
         """
-        rates: dict[Any, tuple[float | Tensor, float]] = {}
+        rates: dict[Any, tuple[float | Tensor, float | Tensor]] = {}
         pending: dict[int, Pending] = {}
 
         def prepare() -> None:
             for each in members:
-                pending[each.position] = self._prepare(owner, each, inv_scale, rates)
+                pending[each.position] = self._prepare(owner, each, inv_scale, rates, phase)
 
         phase.attempt(prepare)
         self.advance(owner, members, list(pending.values()), phase)
@@ -186,7 +210,8 @@ class MuonRule(Rule):
         else:
             compute_by_all(self._exchanges, pending, orthogonalize, memory, phase)
         self._mask(members, pending, phase)
-        return [Step(list(pending.values()))]
+        works = list(pending.values())
+        return [Step(works) if phase.in_graph is None else MaskedStep(works, phase.in_graph)]
 
     def advance(
         self, owner: Owner, members: Sequence[Member], pending: Sequence[Any], phase: DataPhase
@@ -249,20 +274,23 @@ class MuonRule(Rule):
         owner: Owner,
         member: Member,
         inv_scale: float | None,
-        rates: dict[Any, tuple[float | Tensor, float]],
+        rates: dict[Any, tuple[float | Tensor, float | Tensor]],
+        phase: DataPhase,
     ) -> Pending:
         """Return what is known of a step before it is computed; ``rates`` are those known yet."""
         group, param = member.group, member.param
         lr = scalar_lr(group)
         rate = (id(group), param.shape)
         if rate not in rates:  # once for all of a shape: a tensor on a device is waited for
-            alpha = -float(adjust_lr(lr, group["adjust_lr_fn"], param.shape))
+            adjusted = adjust_lr(lr, group["adjust_lr_fn"], param.shape)
+            alpha = -(float(adjusted) if phase.in_graph is None else adjusted)
             rates[rate] = 1 - lr * group["weight_decay"], alpha
         decay, alpha = rates[rate]
+        grad = self._gradient(member, inv_scale)
         return self.pending(
             member=member,
             states=owner.state,
-            grad=self._gradient(member, inv_scale),
+            grad=grad if phase.in_graph is None else phase.in_graph.unscaled(grad),
             decay=decay,
             alpha=alpha,
             row_key="normuon_rows" if member.position in self._crews else "normuon_v",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters._batches import Kind, newton_schulz_stacked
+from adapters._captured import InGraph, widened
 from adapters._exchange import joined
 from adapters._newton_schulz import (
     nesterov_direction,
@@ -28,7 +29,7 @@ class Pending:
     states: Any  # of the optimizer; written by commit only
     grad: Tensor  # this rank's part, unscaled
     decay: float | Tensor  # factor for the weights
-    alpha: float  # factor for the update
+    alpha: float | Tensor  # factor for the update; a tensor in a CUDA graph only
     row_key: str  # of the moment of rows in the state
     kind: Kind | None  # of matrices that are computed together; None for one by one
     momentum_buffer: Tensor | None = None  # where it is dense: as it stands, or zeros
@@ -138,6 +139,32 @@ class Step:
             for param, update in moved:
                 param.add_(update, alpha=alpha)
         for each in self.pending:
+            was_written(each.member.param)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedStep:
+    """As :class:`Step`, in a CUDA graph: nothing is read, and an overflow leaves all as it was."""
+
+    pending: Sequence[Pending]
+    in_graph: InGraph
+
+    def commit(self) -> None:
+        """Write matrices and momenta where no gradient overflows."""
+        for each in self.pending:
+            buffer, param = local(each._buffer()), local(each.member.param)
+            weight = 1 - each.member.group["momentum"]
+            self.in_graph.write_(buffer, torch.lerp(buffer, each.grad, weight))
+            update, alpha = each.update, each.alpha
+            if isinstance(alpha, Tensor):
+                moved = widened(param) * each.decay
+                if update is not None:
+                    moved.add_(widened(update) * alpha)
+            else:
+                moved = param * each.decay
+                if update is not None:
+                    moved.add_(update, alpha=alpha)
+            self.in_graph.write_(param, moved)
             was_written(each.member.param)
 
 

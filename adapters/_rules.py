@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
+from adapters._captured import refuse
 from adapters._data_phase import DataPhase
 from adapters._plan import Ranks
 from adapters._transports import Transport
@@ -91,6 +92,19 @@ class Rule(ABC):
         """Whether some of these ranks might not hear of a failure of which all are to hear."""
         del ranks, members
         return False
+
+    def check_capture(self, owner: Owner, members: Sequence[Member]) -> None:
+        """Raise unless a step can be captured in a CUDA graph. Before anything is computed.
+
+        Args:
+            owner: The optimizer.
+            members: The parameters of this rule that have a gradient.
+
+        Raises:
+            RuntimeError: Something must be done before the capture.
+            NotImplementedError: It cannot.
+        """
+        raise refuse(owner, self.label, "yet: what it does is decided on the host")
 
     def plan(self, owner: Owner, members: Sequence[Member]) -> Mapping[torch.device, int]:
         """Plan the exchanges of a step. In each step, after ``vote``; no collectives.

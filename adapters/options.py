@@ -111,6 +111,7 @@ class MuonVariantOptions(MuonOptions):
     normuon_beta2: Share = 0.95
     normuon_eps: float = Field(default=1e-8, gt=0.0)
     cautious: bool = False
+    capturable: bool = False
 
     @field_validator("ns_schedule")
     @classmethod

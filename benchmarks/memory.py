@@ -17,16 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Of a script the folder is searched too, and torch would take cuda.py in it for NVIDIA's package.
+if __name__ == "__main__":
+    sys.path.pop(1)
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-# Run as a script, this folder would be searched first: torch would take cuda.py for NVIDIA's.
-_FOLDER = Path(__file__).resolve().parent
-sys.path[:] = [str(_FOLDER.parent), *(each for each in sys.path if each != str(_FOLDER))]
 
 from adapters import Muon
 from benchmarks._common import Record, environment, markdown_table, write_results

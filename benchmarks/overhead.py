@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Run as a script, this folder would be searched first: torch would take cuda.py for NVIDIA's.
-_FOLDER = Path(__file__).resolve().parent
-sys.path[:] = [str(_FOLDER.parent), *(each for each in sys.path if each != str(_FOLDER))]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Of a script the folder is searched too, and torch would take cuda.py in it for NVIDIA's package.
+if __name__ == "__main__":
+    sys.path.pop(1)
 
 from benchmarks._common import (
     Record,

@@ -19,15 +19,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Of a script the folder is searched too, and torch would take cuda.py in it for NVIDIA's package.
+if __name__ == "__main__":
+    sys.path.pop(1)
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-# Run as a script, this folder would be searched first: torch would take cuda.py for NVIDIA's.
-_FOLDER = Path(__file__).resolve().parent
-sys.path[:] = [str(_FOLDER.parent), *(each for each in sys.path if each != str(_FOLDER))]
 
 from adapters import GefenMuon, Muon
 from benchmarks._common import Record, environment, markdown_table, spread, write_results

@@ -4,6 +4,7 @@ from consensus._sources import Source
 from consensus._sum import agree_sum
 from consensus.agree import ControlRange, agree_range, agree_same, any_failed, fail_together
 from consensus.amp import GradScaler
+from consensus.capture import CapturedStep
 from consensus.errors import (
     ConsensusError,
     Disagreement,
@@ -17,6 +18,7 @@ from consensus.groups import ControlGroup, control_device, control_group
 from consensus.preflight import preflight
 
 __all__ = [
+    "CapturedStep",
     "ConsensusError",
     "ControlGroup",
     "ControlRange",

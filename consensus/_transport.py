@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
@@ -316,3 +317,23 @@ def make_gloo(
     if len(members) <= DIRECT_RANKS:
         return SmallGroupLink(group, len(members))
     return GroupLink(group, torch.device("cpu"))
+
+
+def agree_flag_on_device(flag: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Return the highest ``flag`` of all ranks of a mesh, where it is; nobody waits for it.
+
+    This is the one agreement that a CUDA graph can hold: it is made in the stream, on the groups
+    that move data, and its outcome is never read on the host.
+
+    Args:
+        flag: One element, not negative, not NaN. Not written.
+        groups: One for each axis of the mesh, in the same order on all ranks.
+
+    Collectives:
+        One all_reduce(MAX) of one element on each of ``groups``; all ranks of the mesh must call.
+    """
+    agreed = flag.clone()
+    for group in groups:  # the maximum over one axis after the other is that over all
+        if group.size() > 1:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+    return agreed

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from consensus import _seams
+from consensus import _capture, _seams
 from consensus._absence import AgreementBroken
 from consensus._compile import untraced
 from consensus._nesting import Nesting
@@ -175,6 +175,8 @@ class fail_together:
             raised. KeyboardInterrupt and the like are told to the peers, then raised as they are.
         LateRanks: A member did not come. A rank that failed waits at most 30 seconds (2 after a
             KeyboardInterrupt) for the others, then raises its own failure and names them.
+        RuntimeError: On entering inside the capture of a CUDA graph, as in all functions here; the
+            block may be around the capture.
     """
 
     def __init__(self, phase: str, group: Source = None, *, timeout: float | None = None) -> None:
@@ -197,7 +199,7 @@ class fail_together:
     @untraced
     def __enter__(self) -> fail_together:
         """Plan the group if that has not been done; every member does."""
-        self._group = control_group(self._source).prepare(self._timeout)
+        self._group = _group_to_agree_in(self.phase, self._source).prepare(self._timeout)
         self._open = nesting().enter(self._group.channel)
         return self
 
@@ -323,7 +325,7 @@ def reading(
     phase: str, source: Source, device: torch.device | str | None, timeout: float | None
 ) -> Iterator[ControlGroup]:
     """Hand out the group to read arguments for: one that is unusable is told to its members."""
-    group = control_group(source).prepare(timeout)
+    group = _group_to_agree_in(phase, source).prepare(timeout)
     try:
         if device is not None and not group.is_local:
             control_device(source, hint=device)
@@ -332,6 +334,16 @@ def reading(
         if not group.is_local:
             hold(group, Vote(phase), error=error, timeout=timeout)
         raise
+
+
+def _group_to_agree_in(phase: str, source: Source) -> ControlGroup:
+    group = control_group(source)
+    if _capture.is_capturing() and not group.is_local:
+        raise RuntimeError(
+            f"{phase}: an agreement cannot be part of a CUDA graph: it would be held once, in the "
+            "capture, and in no replay. Hold it outside of the capture."
+        )
+    return group
 
 
 _local = threading.local()

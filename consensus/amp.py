@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from consensus import _capture
 from consensus._compile import untraced
 from consensus.agree import hold, same_fact
 from consensus.groups import control_group
@@ -21,14 +22,19 @@ class GradScaler(torch.amp.GradScaler):
     rank, ranks skip on their own or hang. This one looks at the local shards and votes once over
     every rank whose collectives are tied together. With a plain optimizer it is torch's.
 
+    Inside the capture of a CUDA graph nothing is read on the host: overflow is agreed on the GPU,
+    over the optimizer's mesh, in each replay anew. Not run on a GPU yet.
+
     Collectives:
         ``unscale_`` (and ``step``, when it was not called before) holds one agreement: one
         message of 2 int64, reduced by maximum, when all ranks find the same; a second when only
-        some overflow. Every rank must call.
+        some overflow. Every rank must call. Under capture no message, but one all_reduce(MAX) of
+        one element for each axis of the mesh, which becomes part of the graph.
 
     Raises:
         Disagreement: On every rank, when loss scales differ between ranks.
         GroupFailure: On every rank, when a rank cannot unscale its gradients.
+        NotImplementedError: Under capture, when several meshes tie the ranks together.
     """
 
     @untraced
@@ -36,12 +42,18 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        group = control_group(optimizer).refresh()
+        group = control_group(optimizer)
+        capturing = _capture.is_capturing()
+        if not capturing:  # in a capture nothing can be agreed; the step refuses what has changed
+            group.refresh()
         if group.is_local:
             plain: dict[torch.device, Tensor] = super()._unscale_grads_(
                 optimizer, inv_scale, found_inf, allow_fp16
             )
             return plain
+        if capturing:
+            flag = _unscale_in_stream(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+            return {flag.device: _capture.agree_in_graph(flag, group, _phase(optimizer))}
         buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         problem: Exception | None = None
         overflow, scale = False, float(inv_scale)  # one wait for the device, as in torch
@@ -51,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         except Exception as error:  # told to the peers
             problem = error
         vote = Vote(
-            f"GradScaler of {type(optimizer).__name__}",
+            _phase(optimizer),
             facts=(same_fact("inverse loss scale", scale),),
             ranges=(("overflow", overflow),),
         )
@@ -59,6 +71,23 @@ class GradScaler(torch.amp.GradScaler):
         for (device, _), grads in buckets.items():
             torch._foreach_mul_(grads, inv_scale.to(device, non_blocking=True))
         return {found_inf.device: torch.full_like(found_inf, float(agreed))}
+
+
+def _phase(optimizer: Optimizer) -> str:
+    return f"GradScaler of {type(optimizer).__name__}"
+
+
+def _unscale_in_stream(
+    optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool
+) -> Tensor:
+    """Unscale this rank's gradients; return whether they overflow, unread, as ``found_inf`` is."""
+    overflow = torch.zeros_like(found_inf)
+    for (device, _), grads in _local_gradients(optimizer, allow_fp16=allow_fp16).items():
+        flag = torch.zeros_like(found_inf, device=device)
+        scale = inv_scale.to(device, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, scale)
+        overflow = torch.maximum(overflow, flag.to(overflow.device, non_blocking=True))
+    return overflow
 
 
 def _local_gradients(

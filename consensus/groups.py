@@ -189,6 +189,27 @@ class ControlGroup:
             self._plan = self._channel = None
         return self
 
+    def what_changed(self) -> str:
+        """Return what :meth:`refresh` would have to see to, in words; "" when nothing has changed.
+
+        Collectives:
+            None.
+        """
+        if current_session() is not self._session:
+            return "torch's process groups were made anew or destroyed"
+        if self._channel is not None and self._channel.closed:
+            return f"the control group was closed ({self._channel.closed})"
+        groups = self._param_groups()
+        if self._manifest is None or self._manifest.is_current(groups):
+            return ""
+        return f"parameters changed ({self._manifest.what_changed(groups)})"
+
+    def only_mesh(self) -> DeviceMesh | None:
+        """Return a mesh of exactly these ranks if the parameters lie on no others, else None."""
+        if self._manifest is None or tuple(self._manifest.by_scope) != (self.ranks,):
+            return None
+        return self._manifest.sharded[0].tensor.device_mesh
+
     def vote(self, vote: Vote, *, timeout: float | None = None) -> Decision:
         """Hold one agreement on this group; every member must call.
 

@@ -12,6 +12,9 @@ In order, on each rank: (1) entering reads the optimizer's parameters if they ha
 the last step and plans if that has not been done; (2) the block runs the closure and whatever else
 can fail locally; (3) leaving checks parameters, gradients and AMP controls, all without writing;
 (4) one vote; (5) every rank proceeds, every rank skips, or every rank raises.
+
+Inside the capture of a CUDA graph nothing can be agreed, since nothing may be read on the host. The
+step is held to what was agreed in the last one outside of the capture; see :class:`preflight`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from consensus import _seams
+from consensus import _capture, _seams
 from consensus._compile import untraced
 from consensus._manifest import option_text
 from consensus.agree import ControlRange, hold, nesting, same_fact, scalar
@@ -55,6 +58,17 @@ class preflight:
         skip: After the block: an overflow was agreed, nobody may update.
         inv_scale: After the block: multiply gradients by this; None when no scale is set.
         ranges: After the block: the agreed ends of the controls given to :meth:`range`.
+        capturing: Inside and after the block: the step is captured into a CUDA graph.
+        found_inf: After a captured block with AMP: not zero if gradients of any rank overflow, in
+            each replay anew; float32, one element, on the device of what GradScaler set. ``skip``
+            stays False: write ``torch.where(found_inf > 0, old, new)``, state included.
+        inv_scale_tensor: After a captured block: what ``inv_scale`` is otherwise, on the device.
+
+    Under capture entering neither reads, plans nor votes, and errors of the block come as they are,
+    on this rank only: peers cannot be told, and the capture is lost. Leaving checks as always, then
+    compares this rank's facts with those of the last agreed step. All but counters (facts given to
+    :meth:`progress`) must be the same, and so must controls given to :meth:`range`, whose agreed
+    ends are taken over. Replay the graph through :class:`CapturedStep`. Not run on a GPU yet.
 
     Raises:
         GroupFailure: On every rank, when the block or a check failed on any.
@@ -64,12 +78,23 @@ class preflight:
         PhaseMismatch: On every rank, when one is in another agreement.
         LateRanks: A rank did not come.
         ValueError: Unwrapped, when nothing is distributed and a check fails.
+        RuntimeError: Under capture, on this rank: no step was agreed before, or something is not
+            as it was agreed in the last one.
+        NotImplementedError: Under capture, when ``found_inf`` would have to be agreed over several
+            meshes.
 
     Collectives:
         One message of 2 int64, reduced by maximum, on a healthy step of one mesh; up to two more
         after a mismatch. None when the optimizer holds no parameter that is sharded over several
-        ranks, or has ``casts_votes = False``. Every rank of every mesh must call.
+        ranks, or has ``casts_votes = False``. Every rank of every mesh must call. Under capture no
+        message, but where ``found_inf`` is set one all_reduce(MAX) of its one element for each axis
+        of the mesh, on the mesh's own groups, which becomes part of the graph.
     """
+
+    capturing = False
+    found_inf: Tensor | None = None
+    inv_scale_tensor: Tensor | None = None
+    _moving: frozenset[str] = frozenset({"step"})  # names of facts that go on with each step
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Prepare for one step of ``optimizer``; communicates nothing."""
@@ -85,7 +110,11 @@ class preflight:
     @untraced
     def __enter__(self) -> preflight:
         """Read parameters if they changed, plan if needed."""
+        if _capture.is_capturing():
+            self._expect_warm_up()
         self._group = control_group(self._optimizer)
+        if self.capturing:
+            return self._begin()
         try:
             self._group.refresh()
         except ConsensusError:  # decided by the group
@@ -99,9 +128,29 @@ class preflight:
             self._group.connect()
         else:
             self._group.plan()  # finds ranks that want to use a shared mesh in another way
+        return self._begin()
+
+    def _begin(self) -> preflight:
         self._user_code = _has_hooks(self._optimizer)
         self._open = nesting().enter(self._group.channel)
         return self
+
+    def _expect_warm_up(self) -> None:
+        """Go on in a capture, if there is an agreement to stand on."""
+        if self._optimizer not in _past:
+            raise RuntimeError(
+                f"{self._phase}: expected an agreed step of this optimizer before its capture in a "
+                f"CUDA graph, in which ranks cannot agree; there was none. {_capture.WARM_UP}"
+            )
+        self.capturing = True
+        group = control_group(self._optimizer)
+        changed = group.what_changed()
+        if changed:
+            raise RuntimeError(
+                f"{self._phase}: {changed} since the last agreed step, and ranks cannot agree "
+                f"inside the capture of a CUDA graph. {_capture.WARM_UP}"
+            )
+        self._votes = not group.is_local and getattr(self._optimizer, "casts_votes", True)
 
     def closure(self, function: Callable[[], T] | None) -> T | None:
         """Return what ``function`` returns, run with gradients enabled; None without one."""
@@ -138,6 +187,15 @@ class preflight:
             )
         self._facts.append(same_fact(name, value, scope))
 
+    def progress(self, name: str, value: Any, *, ranks: Ranks = ()) -> None:
+        """Bring a value as to :meth:`same` that goes on with each step, such as a counter.
+
+        Ranks compare it all the same; a captured step need not bring what the last agreed one did.
+        """
+        self.same(name, value, ranks=ranks)
+        if self.capturing:
+            self._moving |= {name}
+
     @untraced
     def __exit__(
         self,
@@ -147,11 +205,17 @@ class preflight:
     ) -> Literal[False]:
         """Check, then vote."""
         nesting().leave(self._open)
+        if self.capturing:
+            if error is None and not self._open.passes(error):
+                self._stand_on_last_step()
+            return False
         if not self._votes:
             if error is None:
                 _ = self._group.manifest  # raises when it could not be read
                 self._read_amp()
                 self.ranges = _control_range([RangeOf(n, v, v) for n, v in self._ranges])
+                if self._optimizer not in _past:
+                    _past[self._optimizer] = _Past()
             return False
         if self._open.passes(error):
             return False
@@ -169,8 +233,31 @@ class preflight:
         )
         decision = hold(self._group, vote, error=error)
         self.ranges = _control_range(decision.ranges)
-        self._remember()
+        self._remember(facts)
         return False
+
+    def _stand_on_last_step(self) -> None:
+        """Check, as before a vote; then compare with what ranks agreed on in the last step."""
+        past = _past[self._optimizer]
+        if self._votes:
+            nesting().refuse(self._group.channel)
+            changed = _capture.changed_facts(past.facts, self._check(), moving=self._moving)
+            if tuple(self._ranges) != past.brought:
+                changed.append(f"controls: were {list(past.brought)}, are {self._ranges}")
+            if changed:
+                raise RuntimeError(
+                    f"{self._phase}: expected a captured step to bring what ranks agreed on in the "
+                    f"last one; {'; '.join(changed)}. Make one more step outside of the capture "
+                    "with what is to be captured."
+                )
+            self.ranges = past.ranges or self.ranges
+            if self.found_inf is not None:
+                self.found_inf = _capture.agree_in_graph(self.found_inf, self._group, self._phase)
+        else:
+            _ = self._group.manifest
+            self._hand_out_amp()
+            self.ranges = _control_range([RangeOf(n, v, v) for n, v in self._ranges])
+        _capture.note_captured(self._optimizer)
 
     def _check(self) -> tuple[Fact, ...]:
         """Return this rank's facts; raises what this rank cannot go on with."""
@@ -202,7 +289,7 @@ class preflight:
             )
         warnings.warn(f"{self._phase}: no parameter has a gradient on any rank", stacklevel=5)
 
-    def _remember(self) -> None:
+    def _remember(self, facts: tuple[Fact, ...]) -> None:
         """Note an agreed step; a failure before it is over once all usual gradients are back.
 
         One that is left from the backward pass that failed does not show that the next one ran.
@@ -213,13 +300,17 @@ class preflight:
             same = len(past.present) == len(present)
             channel.wounded = same and any(map(gt, past.present, present))
             present = past.present if channel.wounded else present
-        _past[self._optimizer] = _Past(past.steps + 1, present)
+        _past[self._optimizer] = _Past(
+            past.steps + 1, present, facts, tuple(self._ranges), self.ranges
+        )
 
     def _read_amp(self) -> Fact:
         """Parse the controls a GradScaler sets; writes nothing.
 
         Reading them waits for the device once, as torch's own fused optimizers do.
         """
+        if self.capturing:
+            return self._hand_out_amp()
         found_inf = getattr(self._optimizer, "found_inf", None)
         grad_scale = getattr(self._optimizer, "grad_scale", None)
         overflow, scale = (
@@ -238,6 +329,22 @@ class preflight:
         }
         return Fact("AMP", ";".join(items.values()).encode(), lambda: items, advice=_AMP_ADVICE)
 
+    def _hand_out_amp(self) -> Fact:
+        """Leave the controls on the device: a captured step reads nothing."""
+        items: dict[str, str] = {}
+        for name, shown in (("found_inf", "overflow (found_inf)"), ("grad_scale", "grad_scale")):
+            value = getattr(self._optimizer, name, None)
+            if value is not None and not (isinstance(value, Tensor) and value.numel() == 1):
+                raise ValueError(
+                    f"expected {name} to be a one-element tensor under capture; got {value!r}"
+                )
+            items[shown] = _capture.ABSENT if value is None else "present"
+        self.found_inf = getattr(self._optimizer, "found_inf", None)
+        scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)
+        if scale is not None:  # rounded to float32, as torch's GradScaler does
+            self.inv_scale_tensor = scale.double().reciprocal().float()
+        return Fact("AMP", ";".join(items.values()).encode(), lambda: items, advice=_AMP_ADVICE)
+
 
 @dataclass(frozen=True, slots=True)
 class _Past:
@@ -245,6 +352,9 @@ class _Past:
 
     steps: int = 0
     present: bytes = b""  # gradients of the last one
+    facts: tuple[Fact, ...] = ()  # of the last one; none where nobody else took part
+    brought: tuple[tuple[str, Number], ...] = ()  # ranges of this rank
+    ranges: ControlRange | None = None  # as agreed
 
 
 _past: weakref.WeakKeyDictionary[Optimizer, _Past] = weakref.WeakKeyDictionary()

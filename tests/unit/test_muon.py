@@ -112,7 +112,7 @@ def test_signature_and_groups_are_torchs() -> None:
         (p.name, p.default, p.kind) for p in torchs
     ]
     added = ["sharded_mode", "ns_schedule", "ns_form"]
-    added += ["normuon", "normuon_beta2", "normuon_eps", "cautious"]
+    added += ["normuon", "normuon_beta2", "normuon_eps", "cautious", "capturable"]
     assert [p.name for p in ours[len(torchs) :]] == [*added, "control_group"]
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(torchs) :])
     params = parameters()
