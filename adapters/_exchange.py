@@ -275,8 +275,9 @@ def _write(buffer: Tensor, piece: Piece, shard: Tensor, rows: Tensor | None) -> 
 
 
 def _part_of(whole: Tensor, part: Rectangle) -> Tensor:
-    rows = slice(part.first_row, part.first_row + part.num_rows)
-    return whole[rows, part.first_col : part.first_col + part.num_cols]
+    rows = whole.narrow(0, part.first_row, part.num_rows)
+    is_wide = part.num_cols == whole.size(1)  # most are, and one view is cheaper than two
+    return rows if is_wide else rows.narrow(1, part.first_col, part.num_cols)
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -177,9 +177,10 @@ def kind_of(member: Member) -> Kind:
 def orthogonalize(works: Sequence[Pending], matrices: Sequence[Tensor]) -> list[Tensor]:
     """Newton-Schulz of whole matrices: of one kind, or a single one. They are not written."""
     if len(works) > 1:
-        kind = kind_of(works[0].member)
+        kind = works[0].kind
+        one_of_each_group = {id(each.member.group): each.member for each in works}
         # Options may have changed since kinds were read.
-        if all(kind_of(each.member) == kind for each in works):
+        if kind and all(kind_of(member) == kind for member in one_of_each_group.values()):
             return newton_schulz_stacked(matrices, kind)
     options = [each.member.group for each in works]
     return [
