@@ -136,16 +136,18 @@ class Staged:
         return found
 
     def by_mesh(self) -> dict[tuple[int, ...], str]:
-        """Return, for the ranks of each mesh, what must be equal on them."""
-        # Which counters and moments there are, and how old they are.
+        """Return, for the ranks of each mesh, what must be equal on them.
+
+        Which counters and moments the parameters of the mesh have, one after the other, and how
+        old they are. Not their places: on other meshes ranks may hold others between them.
+        """
         texts: dict[tuple[int, ...], list[str]] = {}
-        for i, group in enumerate(self.groups):
+        for group in self.groups:
             rule = next(rule for rule in self.rules if rule.owns(group))
-            for j, param in enumerate(group["params"]):
+            for param in group["params"]:
                 if spans_ranks(param) and not is_alone(rule):
                     ranks = tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-                    text = f"{i}.{j} {_facts(self.state.get(param, {}))}"
-                    texts.setdefault(ranks, []).append(text)
+                    texts.setdefault(ranks, []).append(str(_facts(self.state.get(param, {}))))
         return {ranks: digest("\n".join(lines)) for ranks, lines in sorted(texts.items())}
 
 
