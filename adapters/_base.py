@@ -302,7 +302,7 @@ class VotingOptimizer(Optimizer, ABC):
             self._settle(phase)
         for write in writes:
             write.commit()
-        self._num_updates += 1
+        self._num_updates += phase.in_graph is None  # in a capture nothing has been written
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _settle(self, phase: DataPhase) -> None:
@@ -350,6 +350,7 @@ class VotingOptimizer(Optimizer, ABC):
         for rule, record, codebook in zip(self._rules, staged.records, codebooks, strict=True):
             if rule.momenta is not None and record is not None:
                 rule.momenta.take(codebook, record.global_step)
+        self._num_updates = 0  # ranks that went apart are together again
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

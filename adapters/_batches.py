@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from adapters._newton_schulz import newton_schulz, take_steps
-from adapters._schedules import Schedule, legs
+from adapters._schedules import Schedule, stretches
 
 MIN_SIDE = 32  # of a matrix: the smallest product is that of its Gram matrix with itself
 MAX_NUMEL = 2**16  # larger ones are faster one by one
@@ -77,7 +77,7 @@ def newton_schulz_stacked(matrices: Sequence[Tensor], kind: Kind) -> list[Tensor
     safety = kind.schedule.safety
     norms = [x.norm() if safety == 1 else x.norm() * safety for x in each]
     x = torch.stack([x / norm.clamp(min=kind.eps) for x, norm in zip(each, norms, strict=True)])
-    x = take_steps(x, legs(kind.schedule, kind.shape), torch.baddbmm)
+    x = take_steps(x, stretches(kind.schedule, kind.shape), torch.baddbmm)
     return [update.T if is_tall else update for update in x]
 
 

@@ -25,7 +25,7 @@ from adapters._reshard import (
 )
 
 
-class Exchange:
+class BucketLines:
     """A bucket and what its exchange needs: read once, and good for every step of its plan."""
 
     def __init__(self, bucket: Bucket, param: Tensor) -> None:
@@ -37,10 +37,10 @@ class Exchange:
         self.groups: tuple[dist.ProcessGroup, ...] = gather_groups(param)
 
 
-def memory_of_buckets(exchanges: Iterable[Exchange]) -> dict[torch.device, int]:
+def memory_of_buckets(exchanges: Iterable[BucketLines]) -> dict[torch.device, int]:
     """Return how many bfloat16 elements the exchanges of a step need on each device.
 
-    That is what a rank packs of a bucket and what it gets: ``bucket_bytes`` and a share of them.
+    That is what a rank packs of a bucket and what it gets with each cut, at last all of it.
     """
     found: dict[torch.device, int] = {}
     for each in exchanges:
@@ -49,7 +49,7 @@ def memory_of_buckets(exchanges: Iterable[Exchange]) -> dict[torch.device, int]:
 
 
 def compute_by_all(
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[BucketLines],
     pending: Mapping[int, Any],
     orthogonalize: Orthogonalize,
     memory: Mapping[torch.device, Tensor],

@@ -58,8 +58,8 @@ def memory_of_rounds(lines: Iterable[Lines]) -> dict[torch.device, int]:
     """Return how many bfloat16 elements the exchanges of a step need on each device.
 
     That is 2 bytes for each element of this rank's shards, where updates come back; and, for as
-    many rounds as are under way at once, this rank's shards and the matrices it owns: at most one
-    bucket in bytes as bfloat16, and a rank's share of one.
+    many rounds as are under way at once, this rank's shards and the matrices it owns: where one
+    axis cuts, at most a bucket in bytes as bfloat16, or a larger matrix, and a rank's share of it.
     """
     found: dict[torch.device, int] = {}
     for device, some in _by_device(lines).items():
@@ -141,7 +141,7 @@ def _own_rows(work: Work) -> Tensor:
     part = local(work.member.param)
     known = work.state.get("normuon_rows")
     flat = torch.zeros(part.size(0), device=part.device) if known is None else known.flatten()
-    return torch.cat([flat, flat.new_tensor([work.state.get("normuon_step", 0)])])
+    return torch.cat([flat, flat.new_full((1,), work.state.get("normuon_step", 0))])
 
 
 def _compute(courier: Courier, pending: Mapping[int, Work], orthogonalize: Orthogonalize) -> None:

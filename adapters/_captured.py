@@ -75,7 +75,7 @@ def expect_capturable(owner: Any, by_rule: Iterable[tuple[Rule, Sequence[Member]
         rule.check_capture(owner, [each for each in members if each.param.grad is not None])
 
 
-def refuse(owner: Owner, label: str, why: str) -> NotImplementedError:
+def refusal(owner: Owner, label: str, why: str) -> NotImplementedError:
     """Return the error for steps that cannot be captured."""
     return NotImplementedError(
         f"{type(owner).__name__}: {label}a step cannot be captured in a CUDA graph {why}. Capture "

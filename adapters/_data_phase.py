@@ -41,8 +41,9 @@ class DataPhase:
         self.in_graph: InGraph | None = None
         self._members = members
         self._errors: list[BaseException] = []
-        self._heard: dict[torch.device, Tensor] = {}  # whether a rank failed, of shape ()
-        self._known_to_all: dict[torch.device, Tensor] = {}  # the same, if all members know
+        # By type of device: whether a rank failed, of shape (); the same, if all members know.
+        self._heard: dict[str, Tensor] = {}
+        self._known_to_all: dict[str, Tensor] = {}
         self._memory: dict[str, dict[torch.device, Tensor]] = {}
 
     @property
@@ -57,7 +58,8 @@ class DataPhase:
 
     def attempt(self, work: Callable[[], T]) -> T | None:
         """Return what some local work returns, or None if it or some before it failed."""
-        if not self.has_peers:
+        # A graph that is being captured is lost with the error, and no peer waits for its ranks.
+        if not self.has_peers or self.in_graph is not None:
             return work()
         if self._errors:
             return None
@@ -94,7 +96,7 @@ class DataPhase:
         Returns:
             Shape (), bool.
         """
-        heard = self._heard.get(device)
+        heard = self._heard.get(device.type)
         if heard is None:
             return torch.full((), self.failed, device=device)
         return heard | self.failed
@@ -116,6 +118,8 @@ class DataPhase:
     def settle(self, owner: Any, *, commit_vote: bool) -> None:
         """Return if the step may be written; raise otherwise.
 
+        Reading what was heard waits for the device, once in a healthy step that exchanged there.
+
         Args:
             owner: The optimizer, in whose control group ranks agree.
             commit_vote: Whether to agree once more in any case. The same on all ranks.
@@ -128,17 +132,17 @@ class DataPhase:
         Collectives:
             An agreement if ``commit_vote``, or if all know of a failure. None in a CUDA graph.
         """
-        if self.in_graph is not None:
-            self._raise_first()  # what peers said is on the device; in a replay nobody fails here
+        if self.in_graph is not None:  # what peers said is on the device; in a replay nobody fails
             return
-        known_to_all = any(bool(each) for each in self._known_to_all.values())
+        heard = _is_any(self._heard)
+        known_to_all = heard and _is_any(self._known_to_all)
         if commit_vote or known_to_all:
             with consensus.fail_together(f"{type(owner).__name__}.step: update", owner):
                 self._raise_first()
             if known_to_all:
                 raise AssertionError("a rank failed, but none brought an error")
         self._raise_first()
-        if any(bool(each) for each in self._heard.values()):
+        if heard:
             raise RuntimeError(
                 f"{type(owner).__name__}.step: a rank that shares shards with this one failed "
                 "amid the update, so nothing was written here. Its own error says why. Ranks with "
@@ -148,10 +152,21 @@ class DataPhase:
             )
 
     def _raise_first(self) -> None:
-        if self._errors:
-            raise self._errors[0]
+        if not self._errors:
+            return
+        error = self._errors[0]
+        # Its traceback leads here: what it holds would live until the next garbage collection.
+        self._errors, self._memory = [], {}
+        try:
+            raise error
+        finally:
+            del error
 
 
-def _note(heard: dict[torch.device, Tensor], found: Tensor) -> None:
-    known = heard.get(found.device)
-    heard[found.device] = found if known is None else known | found
+def _note(heard: dict[str, Tensor], found: Tensor) -> None:
+    known = heard.get(found.device.type)
+    heard[found.device.type] = found if known is None else known | found
+
+
+def _is_any(heard: Mapping[str, Tensor]) -> bool:
+    return any(bool(each) for each in heard.values())

@@ -196,7 +196,7 @@ class Courier:
         Collectives:
             One exchange for each cut of the layout, of bfloat16; then, for each axis with copies,
             one of what this rank holds to each of its copies. All but the first are made by
-            :meth:`back_from_owners`.
+            :meth:`back_from_owners`; where nothing is cut, all are made here.
         """
         self._say(self._results, 2)
         self._journey = self._travel(self._results, self.route.back, self._lines.copies)

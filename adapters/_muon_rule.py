@@ -1,8 +1,8 @@
-"""Muon's rule: orthogonalise the momentum of whole matrices, on every rank, or of each shard."""
+"""Muon's rule: orthogonalise momenta, of whole matrices by all ranks or owners, or by shard."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import consensus
 from adapters._batches import Kind, in_batches, stackable
-from adapters._by_all import Exchange, compute_by_all, memory_of_buckets
+from adapters._by_all import BucketLines, compute_by_all, memory_of_buckets
 from adapters._by_owners import compute_by_owners, memory_of_rounds
-from adapters._captured import refuse
+from adapters._captured import refusal
 from adapters._data_phase import DataPhase
 from adapters._exchange import Lines, make_lines
 from adapters._muon_step import MaskedStep, Pending, Step, kind_of, orthogonalize
@@ -49,7 +49,7 @@ from adapters.options import MuonOptions, ShardedMode
 
 
 class MuonRule(Rule):
-    """Muon for matrices: plain tensors, or DTensors that are gathered whole on every rank."""
+    """Muon for matrices: plain tensors, or DTensors that all ranks or owners gather."""
 
     pending: type[Pending] = Pending
 
@@ -65,7 +65,7 @@ class MuonRule(Rule):
         self._crews: dict[int, Crew] = {}  # position -> who divides the work on it
         self._kinds: dict[int, Kind] = {}  # position -> kind, of those computed in batches
         self._planned_for: tuple[Any, ...] = ()  # what the next two follow from
-        self._exchanges: tuple[Exchange, ...] = ()
+        self._exchanges: tuple[BucketLines, ...] = ()
         self._lines: tuple[Lines, ...] = ()
 
     def check_parameter(self, member: Member) -> None:
@@ -95,8 +95,18 @@ class MuonRule(Rule):
         self._kinds = {}
         if self.mode != "approx" and members:
             kinds = {each.position: kind_of(each) for each in members}
-            found = stackable(kinds.values(), local(members[0].param).device)
-            self._kinds = {i: kind for i, kind in kinds.items() if kind in found}
+            devices = {each.position: self._device_of(each) for each in members}
+            for device in set(devices.values()):
+                some = {i: kind for i, kind in kinds.items() if devices[i] == device}
+                found = stackable(some.values(), device)
+                self._kinds |= {i: kind for i, kind in some.items() if kind in found}
+
+    def _device_of(self, member: Member) -> torch.device:
+        """Where a matrix is computed."""
+        param = member.param
+        if member.position in self._matrices and isinstance(param, DTensor):
+            return exchange_device(param)
+        return local(param).device
 
     def check_state(self, owner: Owner, member: Member) -> None:
         """Raise if the momentum does not lie as its parameter does."""
@@ -123,7 +133,7 @@ class MuonRule(Rule):
         if self.momenta is not None:
             super().check_capture(owner, members)
         if self.mode != "exact":
-            raise refuse(owner, self.label, f'in sharded_mode="{self.mode}" yet; use "exact"')
+            raise refusal(owner, self.label, f'in sharded_mode="{self.mode}" yet; use "exact"')
         for each in members:
             if not each.group.get("capturable", False):
                 raise RuntimeError(
@@ -133,7 +143,7 @@ class MuonRule(Rule):
                 )
             for option in ("normuon", "cautious"):
                 if each.group.get(option, False):
-                    raise refuse(owner, self.label, f"with {option}=True yet")
+                    raise refusal(owner, self.label, f"with {option}=True yet")
             if "momentum_buffer" not in owner.state.get(each.param, {}):
                 raise RuntimeError(
                     f"{type(owner).__name__}: {self.label}expected a momentum of {each.name} "
@@ -157,7 +167,7 @@ class MuonRule(Rule):
             else:
                 wanted = [self._matrices[position] for position in params]
                 self._exchanges = tuple(
-                    Exchange(bucket, params[bucket.slots[0].position])
+                    BucketLines(bucket, params[bucket.slots[0].position])
                     for bucket in plan_buckets(wanted, bucket_bytes=owner.bucket_bytes)
                 )
             self._planned_for = planned_for
@@ -209,6 +219,7 @@ class MuonRule(Rule):
             compute_by_owners(self._lines, pending, orthogonalize, memory, phase)
         else:
             compute_by_all(self._exchanges, pending, orthogonalize, memory, phase)
+        phase.attempt(lambda: _bring_home(pending.values()))
         self._mask(members, pending, phase)
         works = list(pending.values())
         return [Step(works) if phase.in_graph is None else MaskedStep(works, phase.in_graph)]
@@ -307,3 +318,10 @@ class MuonRule(Rule):
         if buffer is None and member.param.grad is not None:
             return torch.zeros_like(member.param.grad, memory_format=torch.preserve_format)
         return buffer
+
+
+def _bring_home(pending: Iterable[Pending]) -> None:
+    """Bring updates to where their parameters are: offloaded ones were computed elsewhere."""
+    for each in pending:
+        if each.update is not None:
+            each.update = each.update.to(each.grad.device)

@@ -65,8 +65,12 @@ class Pending:
             return update, None
         if moment is None:
             moment = update.new_zeros(update.size(0), 1, dtype=torch.float32)
+        moment = moment.to(update.device)  # a checkpoint may have brought it to that of the shard
         group = self.member.group
-        step = self.state.get("normuon_step", 0 if age is None else int(age)) + 1
+        step = self.state.get("normuon_step")
+        if step is None:  # read from the device only if this rank does not know
+            step = 0 if age is None else int(age)
+        step += 1
         beta = group["normuon_beta2"]
         return normalize_rows(
             update, moment, beta=beta, bias=1 - beta**step, eps=group["normuon_eps"]
@@ -127,13 +131,13 @@ class Step:
         for (decay, alpha, dtype), some in by_rate.items():
             params = [local(each.member.param) for each in some]
             pairs = [(p, e.update) for p, e in zip(params, some, strict=True)]
-            moved = [(p, u.to(p.device)) for p, u in pairs if u is not None]
+            moved = [(p, u) for p, u in pairs if u is not None]
             if dtype is torch.float32:
                 torch._foreach_mul_(params, decay)
                 if moved:
                     torch._foreach_add_([p for p, _ in moved], [u for _, u in moved], alpha=alpha)
                 continue
-            # Of narrower ones torch rounds the factors too when it takes many at once.
+            # Of narrower ones torch may round the factors too when it takes many at once.
             for param in params:
                 param.mul_(decay)
             for param, update in moved:

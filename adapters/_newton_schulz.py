@@ -17,9 +17,9 @@ from adapters._schedules import (
     SCHEDULES,
     Coefficients,
     Form,
-    Leg,
     Schedule,
-    legs,
+    Stretch,
+    stretches,
 )
 
 DEFAULT_EPS = 1e-7
@@ -92,37 +92,39 @@ def newton_schulz(
     if is_tall:
         x = x.T  # the product XX' is then the smaller one
     norm = x.norm() if schedule.safety == 1 else x.norm() * schedule.safety
-    x = take_steps(x / norm.clamp(min=eps), legs(schedule, (x.size(0), x.size(1))), torch.addmm)
+    x = take_steps(
+        x / norm.clamp(min=eps), stretches(schedule, (x.size(0), x.size(1))), torch.addmm
+    )
     return x.T if is_tall else x
 
 
 def take_steps(
     x: Tensor,  # (..., rows, cols), no more rows than columns
-    legs: Iterable[Leg],
+    stretches: Iterable[Stretch],
     add_product: AddProduct,
 ) -> Tensor:
     """Return a normalised matrix, or a stack of them, after all steps; it is not written.
 
     Args:
         x: Its singular values are at most about 1.
-        legs: The steps to take one by one, and those to take two at once.
+        stretches: The steps to take one by one, and those to take two at once.
         add_product: ``torch.addmm``, or ``torch.baddbmm`` for a stack.
     """
-    for leg in legs:
-        x = (_one_step if len(leg) == 1 else _two_steps)(x, leg, add_product)
+    for stretch in stretches:
+        x = (_one_step if len(stretch) == 1 else _two_steps)(x, stretch, add_product)
     return x
 
 
-def _one_step(x: Tensor, leg: Leg, add_product: AddProduct) -> Tensor:
-    ((a, b, c),) = leg
+def _one_step(x: Tensor, stretch: Stretch, add_product: AddProduct) -> Tensor:
+    ((a, b, c),) = stretch
     gram = x @ x.mT
     gram_update = add_product(gram, gram, gram, beta=b, alpha=c)
     return add_product(x, gram_update, x, beta=a)
 
 
-def _two_steps(x: Tensor, leg: Leg, add_product: AddProduct) -> Tensor:
+def _two_steps(x: Tensor, stretch: Stretch, add_product: AddProduct) -> Tensor:
     """Both polynomials from one Gram matrix; see [Note: the gram form] in ``_schedules``."""
-    (a, b, c), (next_a, next_b, next_c) = leg
+    (a, b, c), (next_a, next_b, next_c) = stretch
     gram = x @ x.mT
     update = add_product(gram, gram, gram, beta=b, alpha=c)  # the first polynomial, less a I
     halfway = add_product(gram, gram, update, beta=a)  # R P

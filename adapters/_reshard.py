@@ -293,8 +293,7 @@ def reduce_together(
             batches.setdefault(key, []).append(i)
     for key in sorted(batches):
         members = batches[key]
-        first, sizes = parts[members[0]], [parts[i].numel for i in members]
-        numel = sum(sizes)
+        first, numel = parts[members[0]], sum(parts[i].numel for i in members)
         # A vector is short: who has no memory for it is beyond help, and peers wait in vain.
         together = torch.zeros(numel + (phase is not None), dtype=first.dtype, device=first.device)
         fill = partial(_fill, together[:numel], vectors, members)
@@ -307,10 +306,20 @@ def reduce_together(
             dist.all_reduce(together, op=_OPS[op], group=group)
         if phase is not None:
             phase.hear(together[numel], ranks=first.order[0])
-        if phase is None or not phase.failed:
-            for i, vector in zip(members, torch.split(together[:numel], sizes), strict=True):
-                found[i] = vector.to(vectors[i].device)
+        hand_out = partial(_hand_out, together[:numel], vectors, members, found)
+        if phase is None:
+            hand_out()
+        else:
+            phase.attempt(hand_out)
     return found
+
+
+def _hand_out(
+    together: Tensor, vectors: Sequence[Tensor], members: Sequence[int], found: list[Tensor]
+) -> None:
+    sizes = [vectors[i].numel() for i in members]
+    for i, vector in zip(members, torch.split(together, sizes), strict=True):
+        found[i] = vector.to(vectors[i].device)
 
 
 def _fill(together: Tensor, vectors: Sequence[Tensor], members: Sequence[int]) -> None:

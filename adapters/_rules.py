@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
-from adapters._captured import refuse
+from adapters._captured import refusal
 from adapters._data_phase import DataPhase
 from adapters._plan import Ranks
 from adapters._transports import Transport
@@ -36,7 +36,7 @@ class Member(NamedTuple):
 
 
 class Write(Protocol):
-    """What a step will do to one parameter, computed but not yet written."""
+    """What a step will do to some parameters, computed but not yet written."""
 
     def commit(self) -> None:
         """Write it, with operations that their operands cannot fail."""
@@ -51,7 +51,11 @@ class Owner(Protocol):
 
 
 class Rule(ABC):
-    """How the parameters of some groups are updated. Its methods run in the order given here."""
+    """How the parameters of some groups are updated.
+
+    In a step: ``check_capture`` in a capture, ``check_state``, ``vote``, ``plan`` and
+    ``needs_commit_vote`` inside the agreement; then ``compute``.
+    """
 
     #: What these options may be.
     options: type[BaseModel]
@@ -104,7 +108,7 @@ class Rule(ABC):
             RuntimeError: Something must be done before the capture.
             NotImplementedError: It cannot.
         """
-        raise refuse(owner, self.label, "yet: what it does is decided on the host")
+        raise refusal(owner, self.label, "yet: what it does is decided on the host")
 
     def plan(self, owner: Owner, members: Sequence[Member]) -> Mapping[torch.device, int]:
         """Plan the exchanges of a step. In each step, after ``vote``; no collectives.

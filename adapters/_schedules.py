@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 Coefficients: TypeAlias = tuple[float, float, float]
-Leg: TypeAlias = tuple[Coefficients, ...]  # steps that are applied to a matrix at once: 1 or 2
+Stretch: TypeAlias = tuple[Coefficients, ...]  # steps that are applied to a matrix at once: 1 or 2
 Form: TypeAlias = Literal["standard", "gram"]
 
 FORMS: tuple[Form, ...] = get_args(Form)
 # Of the longer side to the shorter. A pair saves 2 m^2 n multiplications and costs 3 m^3 more, so
 # it pays from 1.5; square ones, and what is nearly so, are better off in the standard form.
 MIN_ASPECT = 2
-MAX_GROWTH = 20.0  # of small singular values in a leg of two steps; measured, see the note
+MAX_GROWTH = 20.0  # of small singular values in a stretch of two steps; measured, see the note
 
 # Jordan 2024: the slope at zero is as large as five steps allow.
 DEFAULT_COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -56,7 +56,7 @@ class Schedule:
             raise ValueError(f"ns_form must be one of {FORMS}, but is: {self.form!r}")
 
 
-def legs(schedule: Schedule, shape: tuple[int, int]) -> tuple[Leg, ...]:
+def stretches(schedule: Schedule, shape: tuple[int, int]) -> tuple[Stretch, ...]:
     """Return the steps in groups, after each of which the matrix itself is multiplied.
 
     Args:
@@ -70,7 +70,7 @@ def legs(schedule: Schedule, shape: tuple[int, int]) -> tuple[Leg, ...]:
     steps = schedule.steps
     if schedule.form == "standard" or max(shape) < MIN_ASPECT * min(shape):
         return tuple((step,) for step in steps)
-    found: list[Leg] = []
+    found: list[Stretch] = []
     while steps:
         is_pair = len(steps) > 1 and abs(steps[0][0] * steps[1][0]) <= MAX_GROWTH
         size = 2 if is_pair else 1
@@ -82,12 +82,12 @@ def legs(schedule: Schedule, shape: tuple[int, int]) -> tuple[Leg, ...]:
 def multiplications(schedule: Schedule, shape: tuple[int, int]) -> int:
     """Return how many numbers Newton-Schulz of one matrix multiplies, form and shape considered.
 
-    A leg starts with the Gram matrix and ends by multiplying the matrix, m^2 n each. Between lie
-    products of m x m matrices: one for a step alone, five for two steps.
+    A stretch starts with the Gram matrix and ends by multiplying the matrix, m^2 n each. Between
+    lie products of m x m matrices: one for a step alone, five for two steps.
     """
     m, n = min(shape), max(shape)
     small = {1: 1, 2: 5}
-    return sum(2 * m * m * n + small[len(leg)] * m**3 for leg in legs(schedule, shape))
+    return sum(2 * m * m * n + small[len(stretch)] * m**3 for stretch in stretches(schedule, shape))
 
 
 SCHEDULES: dict[str, Schedule] = {

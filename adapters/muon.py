@@ -53,7 +53,8 @@ class Muon(VotingOptimizer):
     exchange, as in the exact mode while the last bucket is computed, is found by the next step's
     agreement; with ``commit_vote = True`` on the optimizer, before anything is written.) It costs
     memory while the step runs: 2 bytes for each element of this rank's shards, and for one bucket
-    at a time the gathered matrices with one matrix and its Newton-Schulz temporaries. When
+    at a time (three on GPUs in the distributed mode) the gathered matrices with the temporaries of
+    those that are computed together: one, or a batch of small ones. When
     gradients are unscaled in the step, there is a copy of this rank's gradients as well. Between
     steps there is one momentum buffer, sharded like its parameter.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import consensus
+from adapters._captured import InGraph
 from adapters._data_phase import DataPhase
 
 CPU = torch.device("cpu")
@@ -130,3 +133,25 @@ def test_memory_is_kept_by_rule_and_device() -> None:
     assert phase.memory("one")[CPU].shape == (5,)
     assert phase.memory("one")[CPU].dtype is torch.bfloat16
     assert not phase.memory("other")
+
+
+def test_nothing_of_a_failed_step_outlives_its_error(agreements: Agreements) -> None:
+    """Its traceback would hold the step, and the step its memory and its error."""
+    phase = DataPhase(ALL)
+    phase.reserve("one", {CPU: 5})
+    memory = weakref.ref(phase.memory("one")[CPU])
+    phase.attempt(fail)
+    gc.disable()
+    try:
+        with pytest.raises(MemoryError):
+            phase.settle(Owner(), commit_vote=False)
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_in_a_capture_errors_are_raised_at_once() -> None:
+    phase = DataPhase(ALL)
+    phase.in_graph = InGraph(None, None)
+    with pytest.raises(MemoryError):
+        phase.attempt(fail)

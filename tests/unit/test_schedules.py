@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters import Muon
 from adapters._newton_schulz import DEFAULT_SCHEDULE, newton_schulz
 from adapters._owners import flops
-from adapters._schedules import FORMS, SCHEDULES, Form, Schedule, legs, multiplications
+from adapters._schedules import FORMS, SCHEDULES, Form, Schedule, multiplications, stretches
 
 # Least and largest singular value, and cosine to the orthogonal factor, for a power-law spectrum.
 QUALITY = {
@@ -85,9 +85,9 @@ WORK = {
 def test_the_gram_form_takes_two_steps_at_once_where_they_grow_little(name: str) -> None:
     schedule = replace(QUALITY[name][0], form="gram")
     for shape in ((64, 128), (300, 100)):
-        found = legs(schedule, shape)
+        found = stretches(schedule, shape)
         assert tuple(map(len, found)) == LEGS[name]
-        assert tuple(step for leg in found for step in leg) == schedule.steps
+        assert tuple(step for stretch in found for step in stretch) == schedule.steps
 
 
 @pytest.mark.parametrize("name", QUALITY)
