@@ -90,43 +90,47 @@ def compute_by_owners(
         Each round: one exchange of bfloat16 for each cut to the owners, and one back; with
         copies of shards, one more for each axis that copies. All ranks of its crew must call.
     """
-    couriers = {}
-    for device, some in _by_device(lines).items():
-        free = memory[device]
-        for each in some:
-            returned, free = free[: each.num_returned], free[each.num_returned :]
-            couriers[each] = partial(Courier, each, returned=returned, phase=phase)
-        longest = max(each.numel for each in some)
-        for i, each in enumerate(some):
-            slot = i % (1 + 2 * rounds_ahead(device))
-            couriers[each] = partial(couriers[each], free[slot * longest : (slot + 1) * longest])
+    couriers = _couriers(lines, memory, phase)
     for _, crew in groupby(lines, key=lambda each: each.round.crew.order):
         some = list(crew)
         ahead = rounds_ahead(some[0].device)
         _take_rounds([couriers[each] for each in some], ahead, pending, orthogonalize, phase)
 
 
+def _couriers(
+    lines: Iterable[Lines], memory: Mapping[torch.device, Tensor], phase: DataPhase
+) -> dict[Lines, Courier]:
+    """Divide the memory: where updates come back, then a slot for each round under way at once."""
+    found = {}
+    for device, some in _by_device(lines).items():
+        sizes = [each.num_returned for each in some]
+        returned = torch.split(memory[device][: sum(sizes)], sizes)
+        slots = torch.split(memory[device][sum(sizes) :], max(each.numel for each in some))
+        for i, each in enumerate(some):
+            found[each] = Courier(each, slots[i % len(slots)], returned[i], phase)
+    return found
+
+
 def _take_rounds(
-    make: Sequence[Callable[[], Courier]],
+    couriers: Sequence[Courier],
     ahead: int,
     pending: Mapping[int, Any],
     orthogonalize: Orthogonalize,
     phase: DataPhase,
 ) -> None:
     """Take part in the rounds of one crew, also after an error."""
-    couriers: list[Courier] = []
-    for number in range(len(make)):
-        for following in make[len(couriers) : number + ahead + 1]:
-            couriers.append(following())
-            phase.attempt(partial(_pack, couriers[-1], pending))
-            couriers[-1].to_owners()
-        courier = couriers[number]
+    num_sent = 0
+    for number, courier in enumerate(couriers):
+        for following in couriers[num_sent : number + ahead + 1]:
+            phase.attempt(partial(_pack, following, pending))
+            following.to_owners()
+            num_sent += 1
         courier.at_owners()
         phase.attempt(partial(_compute, courier, pending, orthogonalize))
         courier.from_owners()
         if number >= ahead:
             couriers[number - ahead].back_from_owners()
-    for courier in couriers[len(make) - ahead :]:
+    for courier in couriers[len(couriers) - ahead :]:
         courier.back_from_owners()
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Shard
 
 from adapters import Muon
+from adapters.options import ShardedMode
+from consensus.testing import assert_unchanged, snapshot
 from consensus.testing._threads import run_threads
 from tests.threaded.muon_cases import Case, Twins, named, torchs_muon
 
@@ -62,3 +65,26 @@ def test_ranks_that_went_apart_go_on_from_a_checkpoint() -> None:
         assert seen[1].startswith("Disagreement: Muon.step: ranks disagree about updates made")
         assert seen[2:] == ["done", "done"]
     assert (same, also_same) == ([], [])
+
+
+def fails_with_a_matrix_of_its_own(rank: int, mode: ShardedMode) -> tuple[str, bool]:
+    twins = Twins.of(CASE)
+    plain = nn.Parameter(torch.ones(4, 4))
+    ours = Muon([*named(twins.sharded), ("plain", plain)], sharded_mode=mode)
+    twins.set_gradients(seed=1)
+    plain.grad = torch.ones(4, 4)
+    before = snapshot(ours)
+    if rank == 1:
+        (rule,) = ours._rules
+        rule._compute_alone = fail  # type: ignore[attr-defined]
+    said = outcome(ours.step)
+    assert_unchanged(ours, before)
+    return said, bool((plain == 1).all())
+
+
+@pytest.mark.parametrize("mode", ["exact", "distributed"])
+def test_a_failure_with_a_matrix_of_its_own_is_heard_in_the_exchanges(mode: ShardedMode) -> None:
+    for said, same in run_threads(fails_with_a_matrix_of_its_own, 2, mode).values():
+        assert said.startswith("GroupFailure: Muon.step: update failed on rank 1")
+        assert "MemoryError: no memory left" in said
+        assert same
