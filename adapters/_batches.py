@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from adapters._newton_schulz import newton_schulz, take_steps
+from adapters._plan import MAX_STACKABLE_NUMEL, MAX_STACKED_NUMEL
 from adapters._schedules import Schedule, stretches
 
 MIN_SIDE = 32  # of a matrix: the smallest product is that of its Gram matrix with itself
-MAX_NUMEL = 2**16  # larger ones are faster one by one
-_MAX_STACKED = 2**22  # elements at once, which bounds the memory of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def stackable(kinds: Iterable[Kind], device: torch.device) -> frozenset[Kind]:
     listed = [
         kind
         for kind in kinds
-        if min(kind.shape) >= MIN_SIDE and kind.shape[0] * kind.shape[1] <= MAX_NUMEL
+        if min(kind.shape) >= MIN_SIDE and kind.shape[0] * kind.shape[1] <= MAX_STACKABLE_NUMEL
     ]
     if device.type != "cpu":
         return frozenset()
@@ -62,23 +61,33 @@ def in_batches(kinds: Sequence[Kind | None]) -> list[list[int]]:
             continue
         batch = open_batches.get(kind)
         numel = kind.shape[0] * kind.shape[1]
-        if batch is None or (len(batch) + 1) * numel > _MAX_STACKED:
+        if batch is None or (len(batch) + 1) * numel > MAX_STACKED_NUMEL:
             batch = open_batches[kind] = []
             batches.append(batch)
         batch.append(i)
     return batches
 
 
-def newton_schulz_stacked(matrices: Sequence[Tensor], kind: Kind) -> list[Tensor]:
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """Return matrices of one shape as one tensor; a single one is not copied."""
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
+
+
+def newton_schulz_stacked(
+    matrices: Tensor,  # (number, rows, cols)
+    kind: Kind,
+) -> Tensor:
     """Return what :func:`newton_schulz` returns for each matrix; they are not written."""
     is_tall = kind.shape[0] > kind.shape[1]
-    each = [matrix.bfloat16() for matrix in matrices]
-    each = [x.T if is_tall else x for x in each]
-    safety = kind.schedule.safety
-    norms = [x.norm() if safety == 1 else x.norm() * safety for x in each]
-    x = torch.stack([x / norm.clamp(min=kind.eps) for x, norm in zip(each, norms, strict=True)])
+    x = matrices.bfloat16()
+    if is_tall:
+        x = x.mT
+    norms = torch.stack([each.norm() for each in x])[:, None, None]
+    if kind.schedule.safety != 1:
+        norms = norms * kind.schedule.safety
+    x = (x / norms.clamp(min=kind.eps)).contiguous()
     x = take_steps(x, stretches(kind.schedule, kind.shape), torch.baddbmm)
-    return [update.T if is_tall else update for update in x]
+    return x.mT if is_tall else x
 
 
 @cache
@@ -89,7 +98,9 @@ def _gives_same_bits(kind: Kind, num_threads: int) -> bool:
     trial = [torch.randn(kind.shape, generator=generator) * 10.0 ** (i % 3) for i in range(8)]
     single = [newton_schulz(matrix, kind.schedule, eps=kind.eps) for matrix in trial]
     return all(
-        torch.equal(stacked, alone)
+        torch.equal(together, alone)
         for number in (2, len(trial))
-        for stacked, alone in zip(newton_schulz_stacked(trial[:number], kind), single, strict=False)
+        for together, alone in zip(
+            newton_schulz_stacked(torch.stack(trial[:number]), kind), single, strict=False
+        )
     )

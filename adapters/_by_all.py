@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from adapters._batches import in_batches
+from adapters._batches import in_batches, stacked
 from adapters._by_owners import Orthogonalize
 from adapters._data_phase import DataPhase
 from adapters._plan import Bucket, Slot
@@ -97,7 +97,7 @@ def _compute_batch(
 ) -> None:
     # A function of its own, so that nothing of a batch is alive when the next is computed.
     slots, works = zip(*pairs, strict=True)
-    updates = orthogonalize(works, [assemble(slot, gathered) for slot in slots])
+    updates = orthogonalize(works, stacked([assemble(slot, gathered) for slot in slots]))
     for slot, work, update in zip(slots, works, updates, strict=True):
         whole, work.row_moment = work.finish(update, work.state.get("normuon_v"))
         work.update = own_part(slot, whole, device=work.grad.device)

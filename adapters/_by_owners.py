@@ -21,7 +21,7 @@ from torch import Tensor
 from adapters._batches import Kind, in_batches
 from adapters._data_phase import DataPhase
 from adapters._exchange import Courier, Lines
-from adapters._owners import Owned
+from adapters._parcels import Owned
 from adapters._rules import Member, local
 
 
@@ -42,8 +42,9 @@ class Work(Protocol):
     def state(self) -> Mapping[str, Any]:
         """What is stored of the parameter."""
 
-    def direction(self) -> Tensor:
-        """This rank's part of the matrix to orthogonalise."""
+    @staticmethod
+    def directions(pending: Sequence[Any]) -> Sequence[Tensor]:
+        """This rank's parts of the matrices to orthogonalise."""
 
     def finish(
         self, update: Tensor, moment: Tensor | None, age: Tensor | None
@@ -51,7 +52,7 @@ class Work(Protocol):
         """The update of the whole matrix, and the new moment of its rows."""
 
 
-Orthogonalize: TypeAlias = Callable[[Sequence[Any], Sequence[Tensor]], list[Tensor]]
+Orthogonalize: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor | list[Tensor]]
 
 
 def memory_of_rounds(lines: Iterable[Lines]) -> dict[torch.device, int]:
@@ -136,8 +137,9 @@ def _take_rounds(
 
 def _pack(courier: Courier, pending: Mapping[int, Work]) -> None:
     for task, piece in courier.route.gathered:
-        work = pending[task.position]
-        courier.pack(piece, work.direction(), _own_rows(work) if task.with_rows else None)
+        works = [pending[position] for position in task.positions]
+        rows = [_own_rows(work) for work in works] if task.with_rows else []
+        courier.pack(piece, works[0].directions(works), rows)
 
 
 def _own_rows(work: Work) -> Tensor:
@@ -153,26 +155,40 @@ def _compute(courier: Courier, pending: Mapping[int, Work], orthogonalize: Ortho
     for position, (update, rows) in courier.views().items():
         work = pending[position]
         work.update, work.row_moment = update, rows if len(rows) else None
-    owned = courier.route.owned
-    for batch in in_batches([pending[task.position].kind for task, _, _ in owned]):
-        _compute_batch([owned[i] for i in batch], courier, pending, orthogonalize)
+    for owned in courier.route.owned:
+        _compute_task(owned, courier, pending, orthogonalize)
 
 
-def _compute_batch(
-    owned: Sequence[Owned],
-    courier: Courier,
-    pending: Mapping[int, Work],
-    orthogonalize: Orthogonalize,
+def _compute_task(
+    owned: Owned, courier: Courier, pending: Mapping[int, Work], orthogonalize: Orthogonalize
 ) -> None:
-    # A function of its own, so that nothing of a batch is alive when the next is computed.
-    works = [pending[task.position] for task, _, _ in owned]
-    assembled = [courier.assemble(task, got) for task, got, _ in owned]
-    updates = orthogonalize(works, [whole for whole, _, _ in assembled])
-    for (_, _, sent), work, (_, moment, age), update in zip(
-        owned, works, assembled, updates, strict=True
-    ):
-        finished, new = work.finish(update, None if moment is None else moment[:, None], age)
-        courier.pack_result(sent, finished, None if new is None else new[:, 0])
+    # A function of its own, so that nothing of a task is alive when the next is computed.
+    task, got, sent = owned
+    works = [pending[position] for position in task.positions]
+    wholes, moments, ages = courier.assemble(task, got)
+    updates = _orthogonalized(works, wholes, orthogonalize)
+    if moments is None or ages is None:
+        courier.pack_result(sent, updates, [])
+        return
+    finished = [
+        work.finish(update, moment[:, None], age)
+        for work, update, moment, age in zip(works, updates, moments, ages, strict=True)
+    ]
+    rows = [new[:, 0] for _, new in finished if new is not None]
+    courier.pack_result(sent, [update for update, _ in finished], rows)
+
+
+def _orthogonalized(
+    works: Sequence[Work], wholes: Tensor, orthogonalize: Orthogonalize
+) -> Tensor | Sequence[Tensor]:
+    batches = in_batches([work.kind for work in works])
+    if len(batches) == 1:
+        return orthogonalize(works, wholes)
+    found: dict[int, Tensor] = {}  # of other options, or whose bits would be others
+    for batch in batches:
+        updates = orthogonalize([works[i] for i in batch], wholes[batch])
+        found.update(zip(batch, updates, strict=True))
+    return [found[i] for i in range(len(works))]
 
 
 def _by_device(lines: Iterable[Lines]) -> dict[torch.device, list[Lines]]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from adapters._data_phase import DataPhase
-from adapters._owners import Leg, Piece, Round, Route, Sorting, Task, Way
+from adapters._owners import Round, Task
+from adapters._parcels import Leg, Piece, Route, Sorting, Way
 from adapters._plan import Rectangle
 from adapters._reshard import exchange_device, gather_groups
 from adapters._transports import CARRIES, Transport, Wait, scratch_numel
@@ -114,15 +115,16 @@ class Courier:
 
     # ---- to the owners ----
 
-    def pack(self, piece: Piece, shard: Tensor, rows: Tensor | None) -> None:
-        """Put this rank's shard of one matrix, and the moments of its rows, in their place.
+    def pack(self, piece: Piece, shards: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Put this rank's shards of a task's matrices, and the moments of their rows, in place.
 
         Args:
             piece: One of the route's ``gathered``.
-            shard: This rank's, any float dtype; Newton-Schulz starts with the cast made here.
-            rows: Shape (rows here + 1,), float32, where they travel along: the last is their age.
+            shards: This rank's, any float dtype; Newton-Schulz starts with the cast made here.
+            rows: For each shape (rows here + 1,), float32: the last is their age. Empty where they
+                do not travel along.
         """
-        _write(self._parcels, piece, shard, rows)
+        _write(self._parcels, piece, shards, rows)
 
     def to_owners(self) -> None:
         """Send the parcels; :meth:`at_owners` waits for them.
@@ -149,34 +151,46 @@ class Courier:
     def assemble(
         self, task: Task, pieces: Sequence[Piece]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return one whole matrix, bfloat16, the moments of its rows, float32, and their age.
+        """Return whole matrices, bfloat16, the moments of their rows, float32, and their age.
 
-        Shapes (rows, cols), (rows,) and ().
+        Shapes (matrices, rows, cols), (matrices, rows) and (matrices,).
 
-        The matrix is contiguous: the strides of its operands decide the bits of a product, and an
+        They are contiguous: the strides of its operands decide the bits of a product, and an
         unsharded run has these.
         """
-        whole = self._parcels.new_empty(task.shape)
-        rows = torch.zeros(task.shape[0], device=whole.device) if task.with_rows else None
+        number = len(task.positions)
+        whole = self._parcels.new_empty(number, *task.shape)
+        rows = whole.new_zeros(whole.shape[:2], dtype=torch.float32) if task.with_rows else None
         age = None
         for piece in pieces:
             part = piece.part
-            shard = self._parcels[piece.elements]
-            _part_of(whole, part).copy_(shard.view(part.num_rows, part.num_cols))
-            if rows is not None and piece.length > part.numel:
-                own = slice(part.first_row, part.first_row + part.num_rows)
-                moments = joined(self._parcels[piece.rows])
-                rows[own], age = moments[:-1], moments[-1]
+            _part_of(whole, part).copy_(self._parcels[piece.elements].view(piece.shape))
+            if rows is not None and piece.has_rows:
+                moments = joined(self._parcels[piece.rows]).view(number, -1)
+                rows[:, part.first_row : part.first_row + part.num_rows] = moments[:, :-1]
+                age = moments[:, -1]
         return whole, rows, age
 
     # ---- and back ----
 
-    def pack_result(self, pieces: Sequence[Piece], whole: Tensor, rows: Tensor | None) -> None:
-        """Put the parts of one update, and the moments of its rows, in their places."""
+    def pack_result(
+        self, pieces: Sequence[Piece], wholes: Tensor | Sequence[Tensor], rows: Sequence[Tensor]
+    ) -> None:
+        """Put the parts of a task's updates, and the moments of their rows, in their places.
+
+        Args:
+            pieces: Where each rank's part of them goes.
+            wholes: For each matrix shape (rows, cols), or all of them in one tensor.
+            rows: For each matrix shape (rows,), float32. Empty where they do not travel along.
+        """
         for piece in pieces:
             own = slice(piece.part.first_row, piece.part.first_row + piece.part.num_rows)
-            part = _part_of(whole, piece.part)
-            _write(self._results, piece, part, None if rows is None else rows[own])
+            parts: Tensor | list[Tensor]
+            if isinstance(wholes, Tensor):
+                parts = _part_of(wholes, piece.part)
+            else:
+                parts = [_part_of(whole, piece.part) for whole in wholes]
+            _write(self._results, piece, parts, [each[own] for each in rows])
 
     def views(self) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Return position -> where this rank's part of each update will be, and its rows' moments.
@@ -184,10 +198,11 @@ class Courier:
         Made before the updates come, so that nothing can fail between the last exchange and the
         writing. The moments are bfloat16 halves of float32; see :func:`joined`.
         """
-        found = {}
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         for task, piece in self.route.returned:
-            shard = self._returned[piece.elements].view(piece.part.num_rows, piece.part.num_cols)
-            found[task.position] = shard, self._returned[piece.rows]
+            shards = self._returned[piece.elements].view(piece.shape).unbind()
+            rows = self._returned[piece.rows].view(piece.count, -1).unbind()
+            found.update(zip(task.positions, zip(shards, rows, strict=True), strict=True))
         return found
 
     def from_owners(self) -> None:
@@ -268,16 +283,24 @@ def joined(halves: Tensor) -> Tensor:
     return halves.clone().view(torch.float32)  # a view alone would need an even place
 
 
-def _write(buffer: Tensor, piece: Piece, shard: Tensor, rows: Tensor | None) -> None:
-    buffer[piece.elements].view(shard.shape).copy_(shard)
-    if rows is not None and piece.length > piece.part.numel:
-        buffer[piece.rows].copy_(rows.contiguous().view(torch.bfloat16))
+def _write(
+    buffer: Tensor, piece: Piece, parts: Tensor | Sequence[Tensor], rows: Sequence[Tensor]
+) -> None:
+    place = buffer[piece.elements].view(piece.shape)
+    if isinstance(parts, Tensor):
+        place.copy_(parts)
+    else:
+        torch._foreach_copy_(place.unbind(), list(parts))
+    if piece.has_rows:
+        halves = torch.stack(list(rows)).view(torch.bfloat16)
+        buffer[piece.rows].view(halves.shape).copy_(halves)
 
 
 def _part_of(whole: Tensor, part: Rectangle) -> Tensor:
-    rows = whole.narrow(0, part.first_row, part.num_rows)
-    is_wide = part.num_cols == whole.size(1)  # most are, and one view is cheaper than two
-    return rows if is_wide else rows.narrow(1, part.first_col, part.num_cols)
+    """Of one matrix or a stack of them."""
+    rows = whole.narrow(-2, part.first_row, part.num_rows)
+    is_wide = part.num_cols == whole.size(-1)  # most are, and one view is cheaper than two
+    return rows if is_wide else rows.narrow(-1, part.first_col, part.num_cols)
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -40,6 +40,11 @@ class QuantizedPending(Pending):
         )
 
     @staticmethod
+    def directions(pending: Sequence[Pending]) -> Sequence[Tensor]:
+        """The directions of several matrices."""
+        return [each.direction() for each in pending]
+
+    @staticmethod
     def commit_momenta(pending: Sequence[Any]) -> None:
         """Write the momenta."""
         for each in pending:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import consensus
-from adapters._batches import Kind, in_batches, stackable
+from adapters._batches import Kind, in_batches, stackable, stacked
 from adapters._by_all import BucketLines, compute_by_all, memory_of_buckets
 from adapters._by_owners import compute_by_owners, memory_of_rounds
 from adapters._captured import refusal
@@ -22,7 +22,8 @@ from adapters._newton_schulz import (
     count_agreeing,
     mask_opposed,
 )
-from adapters._owners import Crew, plan_rounds, plan_route
+from adapters._owners import Crew, plan_rounds
+from adapters._parcels import plan_route
 from adapters._plan import Matrix, Ranks, plan_buckets
 from adapters._reshard import (
     Reduction,
@@ -183,7 +184,7 @@ class MuonRule(Rule):
         rounds = plan_rounds(every, params, bucket_bytes=owner.bucket_bytes, with_rows=with_rows)
         found = []
         for each in rounds:
-            first = each.tasks[0].position
+            first = each.tasks[0].positions[0]
             number = self._matrices[first].index
             route = plan_route(each, number, for_gather=transport == "gather")
             found.append(make_lines(each, route, params[first], transport))
@@ -238,7 +239,7 @@ class MuonRule(Rule):
         ]
         for batch in in_batches([each.kind for each in alone]):
             works = [alone[i] for i in batch]
-            updates = orthogonalize(works, [each.direction() for each in works])
+            updates = orthogonalize(works, stacked(works[0].directions(works)))
             for each, update in zip(works, updates, strict=True):
                 each.update, each.row_moment = each.finish(update, each.state.get("normuon_v"))
 

@@ -48,6 +48,18 @@ class Pending:
             nesterov=group["nesterov"],
         )
 
+    @staticmethod
+    def directions(pending: Sequence[Pending]) -> Sequence[Tensor]:
+        """The directions of several matrices, with few calls where that gives the same bits."""
+        group = pending[0].member.group
+        grads = [each.grad for each in pending]
+        alike = all(each.member.group is group for each in pending)
+        if not alike or any(grad.dtype is not torch.float32 for grad in grads):
+            return [each.direction() for each in pending]
+        momentum, buffers = group["momentum"], [local(each._buffer()) for each in pending]
+        found = torch._foreach_lerp(buffers, grads, 1 - momentum)
+        return torch._foreach_lerp(grads, found, momentum) if group["nesterov"] else found
+
     def finish(
         self, update: Tensor, moment: Tensor | None, age: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -178,7 +190,10 @@ def kind_of(member: Member) -> Kind:
     return Kind((rows, cols), schedule_of(member.group), member.group["eps"])
 
 
-def orthogonalize(works: Sequence[Pending], matrices: Sequence[Tensor]) -> list[Tensor]:
+def orthogonalize(
+    works: Sequence[Pending],
+    matrices: Tensor,  # (number, rows, cols)
+) -> Tensor | list[Tensor]:
     """Newton-Schulz of whole matrices: of one kind, or a single one. They are not written."""
     if len(works) > 1:
         kind = works[0].kind

@@ -37,6 +37,10 @@ class HasShape(Protocol):
 HasShapeT = TypeVar("HasShapeT", bound=HasShape)
 
 BYTES_PER_ELEMENT = 2  # bfloat16, the type in which a matrix travels
+
+# Matrices of one shape that are computed together.
+MAX_STACKABLE_NUMEL = 2**16  # of each: on CPUs larger ones are faster one by one
+MAX_STACKED_NUMEL = 2**22  # of all, which bounds the memory of a batch
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 

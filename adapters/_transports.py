@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adapters._owners import Leg
+from adapters._parcels import Leg
 
 Transport: TypeAlias = Literal["all_to_all", "p2p", "gather"]
 Wait: TypeAlias = Callable[[], object]

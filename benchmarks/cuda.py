@@ -109,7 +109,9 @@ def stacked_bits(device: torch.device, shapes: Sequence[Shape], *, count: int = 
     for shape in shapes:
         matrices = [torch.randn(shape, device=device) * 10.0 ** (i % 3) for i in range(count)]
         single = [newton_schulz(each) for each in matrices]
-        stacked = newton_schulz_stacked(matrices, Kind(shape, DEFAULT_SCHEDULE, DEFAULT_EPS))
+        stacked = newton_schulz_stacked(
+            torch.stack(matrices), Kind(shape, DEFAULT_SCHEDULE, DEFAULT_EPS)
+        )
         pairs = list(zip(single, stacked, strict=True))
         found[_text(shape)] = {
             "equal": sum(torch.equal(a, b) for a, b in pairs),

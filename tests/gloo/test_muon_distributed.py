@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import consensus
 from adapters import Hybrid, _exchange, _muon_rule
-from adapters._owners import Leg
+from adapters._parcels import Leg
 from adapters._plan import Cut, rectangles
 from consensus.testing._processes import run_ranks
 from tests.gloo._cases import Recorder, on_ranks

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from adapters import GefenMuon, Muon, _by_owners
 from adapters._base import VotingOptimizer
 from adapters._exchange import Courier
-from adapters._owners import Leg
+from adapters._parcels import Leg
 from adapters._transports import CARRIES
 from tests.gloo._cases import on_ranks
 from tests.gloo.data_phase_cases import FSDP_OVER_TP

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from adapters._owners import Crew, Hop, Round, Route, Sorting, Way, plan_rounds, plan_route
+from adapters._owners import Crew, Round, plan_rounds
+from adapters._parcels import Hop, Route, Sorting, Way, plan_route
 from adapters._plan import Cut, Layout, Matrix, Shape
 
 MIB = 2**20

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from adapters import Muon, _batches, _muon_step
 from adapters._batches import (
-    MAX_NUMEL,
     MIN_SIDE,
     Kind,
     in_batches,
@@ -18,7 +17,9 @@ from adapters._batches import (
     stackable,
 )
 from adapters._newton_schulz import DEFAULT_EPS, DEFAULT_SCHEDULE, newton_schulz, schedule_of
+from adapters._plan import MAX_STACKABLE_NUMEL, MAX_STACKED_NUMEL
 from adapters._schedules import SCHEDULES, Schedule
+from tests.unit.owner_cases import ROWS_ON_TWO, Place, rounds_of
 
 CPU = torch.device("cpu")
 
@@ -48,18 +49,18 @@ def test_a_stack_has_the_bits_of_each(shape: tuple[int, int], schedule: Schedule
     same = kind(*shape, schedule)
     if same not in stackable([same] * 3, CPU):
         pytest.skip("not on this machine, so it is not done")
-    for matrix, update in zip(each, newton_schulz_stacked(each, same), strict=True):
+    for matrix, update in zip(each, newton_schulz_stacked(torch.stack(each), same), strict=True):
         assert torch.equal(update, newton_schulz(matrix, schedule))
     assert all(map(torch.equal, each, before))
 
 
 def test_a_zero_matrix_in_a_stack_stays_zero() -> None:
     each = [torch.zeros(4, 6), *matrices(4, 6)]
-    assert not newton_schulz_stacked(each, kind(4, 6))[0].any()
+    assert not newton_schulz_stacked(torch.stack(each), kind(4, 6))[0].any()
 
 
 def test_only_small_matrices_of_which_there_are_several_are_stacked() -> None:
-    rows = MAX_NUMEL // 64 + 1
+    rows = MAX_STACKABLE_NUMEL // 64 + 1
     large, tiny = kind(rows, 64), kind(MIN_SIDE - 1, 64)
     kinds = [kind(64, 64), kind(64, 64), kind(40, 40), large, large, tiny, tiny]
     assert stackable(kinds, CPU) <= {kind(64, 64)}
@@ -67,7 +68,7 @@ def test_only_small_matrices_of_which_there_are_several_are_stacked() -> None:
 
 
 def test_a_stack_is_computed_in_the_form_of_its_kind() -> None:
-    each = matrices(8, 32)
+    each = torch.stack(matrices(8, 32))
     forms = [newton_schulz_stacked(each, kind(8, 32, TRIED[name])) for name in ("default", "gram")]
     assert not any(map(torch.equal, *forms))
 
@@ -82,9 +83,7 @@ def test_two_forms_are_two_kinds() -> None:
 
 def test_what_comes_out_otherwise_is_not_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = kind(37, 39)
-    monkeypatch.setattr(
-        _batches, "newton_schulz_stacked", lambda each, _: [matrix.bfloat16() for matrix in each]
-    )
+    monkeypatch.setattr(_batches, "newton_schulz_stacked", lambda matrices, _: matrices.bfloat16())
     _batches._gives_same_bits.cache_clear()
     assert stackable([odd, odd], CPU) == frozenset()
     _batches._gives_same_bits.cache_clear()
@@ -101,7 +100,7 @@ def test_matrices_of_a_kind_share_a_batch_up_to_a_limit() -> None:
 def test_a_step_in_batches_has_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[int] = []
 
-    def counted(each: list[Tensor], same: Kind) -> list[Tensor]:
+    def counted(each: Tensor, same: Kind) -> Tensor:
         stacks.append(len(each))
         return newton_schulz_stacked(each, same)
 
@@ -136,3 +135,18 @@ def test_options_that_change_after_matrices_were_grouped_are_followed() -> None:
         ours.step()
         torchs.step()
     assert all(map(torch.equal, params, twins))
+
+
+def test_small_matrices_of_a_shape_and_an_owner_are_one_task() -> None:
+    """Up to what is computed at once; others are alone."""
+    large = (MAX_STACKABLE_NUMEL // 4 + 1, 4)
+    shapes = [(4, 4), (4, 6), (4, 4), large, large, (4, 4), (6, 4), (4, 6)]
+    alone = Place(())  # a single owner
+    (round_,) = rounds_of(alone, shapes, with_rows=frozenset((5,)))
+    assert [task.positions for task in round_.tasks] == [(0, 2), (1, 7), (3,), (4,), (5,), (6,)]
+    most = MAX_STACKED_NUMEL // MAX_STACKABLE_NUMEL
+    shapes = [(2, MAX_STACKABLE_NUMEL // 2)] * (2 * most + 1)
+    (round_,) = rounds_of(alone, shapes, bucket_bytes=2**30, with_rows=frozenset())
+    assert [len(task.positions) for task in round_.tasks] == [most, most, 1]
+    (halves,) = rounds_of(ROWS_ON_TWO, [(4, 4)] * 5)
+    assert sorted(task.positions for task in halves.tasks) == [(0, 2, 4), (1, 3)]

@@ -15,7 +15,8 @@ from torch import Tensor
 from adapters import _exchange
 from adapters._data_phase import DataPhase
 from adapters._exchange import Courier, joined, make_lines
-from adapters._owners import Leg, Piece, Route, Task, plan_route
+from adapters._owners import Task
+from adapters._parcels import Leg, Piece, Route, plan_route
 from adapters._plan import Cut, Rectangle
 from tests.unit.owner_cases import MIB, SHAPES, Place, rounds_of
 
@@ -164,10 +165,15 @@ def courier_of(
 
 
 def pack(courier: Courier, task: Task, piece: Piece) -> None:
-    rows = rows_of(task.position)[piece.part.first_row :][: piece.part.num_rows]
-    shard = part_of(whole_of(task.position), piece.part)
-    with_age = torch.cat([rows, torch.tensor([AGE])])
-    courier.pack(piece, shard, with_age if task.with_rows else None)
+    first, number = piece.part.first_row, piece.part.num_rows
+    age = torch.tensor([AGE])
+    courier.pack(
+        piece,
+        [part_of(whole_of(position), piece.part) for position in task.positions],
+        [torch.cat([rows_of(position)[first:][:number], age]) for position in task.positions]
+        if task.with_rows
+        else [],
+    )
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -194,29 +200,35 @@ def exchange(
     courier.at_owners()
     views = courier.views()
     for task, got, sent in route.owned:
-        whole, rows, age = courier.assemble(task, got)
-        if (age is not None) != task.with_rows or (age is not None and float(age) != AGE):
-            found.append(f"age of {task.position}")
-        if bits(whole) != bits(whole_of(task.position).bfloat16()) or not whole.is_contiguous():
-            found.append(f"gathered {task.position}")
-        if task.with_rows != (rows is not None) or (
-            rows is not None and bits(rows) != bits(rows_of(task.position))
-        ):
-            found.append(f"rows of {task.position}")
-        result = rows_of(task.position, -3.0) if task.with_rows else None
-        courier.pack_result(sent, whole_of(task.position, -2.0).bfloat16(), result)
+        wholes, rows, ages = courier.assemble(task, got)
+        if task.with_rows != (rows is not None) or task.with_rows != (ages is not None):
+            found.append(f"whether rows of {task.positions} travel")
+        if ages is not None and ages.tolist() != [AGE] * len(task.positions):
+            found.append(f"ages of {task.positions}")
+        if not wholes.is_contiguous():
+            found.append(f"strides of {task.positions}")
+        for i, position in enumerate(task.positions):
+            if bits(wholes[i]) != bits(whole_of(position).bfloat16()):
+                found.append(f"gathered {position}")
+            if rows is not None and bits(rows[i]) != bits(rows_of(position)):
+                found.append(f"rows of {position}")
+        results = [whole_of(position, -2.0).bfloat16() for position in task.positions]
+        moments = [rows_of(position, -3.0) for position in task.positions] * task.with_rows
+        # Either way.
+        courier.pack_result(sent, results if rank % 2 else torch.stack(results), moments)
     if fails == (rank, "computing"):
         phase.attempt(fail)
     courier.from_owners()
     courier.back_from_owners()
     for task, piece in route.returned:
-        update, halves = views[task.position]
-        if bits(update) != bits(part_of(whole_of(task.position, -2.0).bfloat16(), piece.part)):
-            found.append(f"update of {task.position}")
-        own = rows_of(task.position, -3.0)[piece.part.first_row :][: piece.part.num_rows]
-        if bits(joined(halves)) != (bits(own) if task.with_rows and piece.part.numel else []):
-            found.append(f"new rows of {task.position}")
-    assert len(views) == len(route.returned)
+        for position in task.positions:
+            update, halves = views[position]
+            if bits(update) != bits(part_of(whole_of(position, -2.0).bfloat16(), piece.part)):
+                found.append(f"update of {position}")
+            own = rows_of(position, -3.0)[piece.part.first_row :][: piece.part.num_rows]
+            if bits(joined(halves)) != (bits(own) if task.with_rows and piece.part.numel else []):
+                found.append(f"new rows of {position}")
+    assert len(views) == sum(len(task.positions) for task, _ in route.returned)
     return found, _has_heard(phase)
 
 

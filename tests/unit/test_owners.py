@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-from adapters import _owners, _plan
-from adapters._owners import Crew, Parcel, Piece, Round, Task, Way, assign, flops, plan_rounds
+from adapters import _owners, _parcels, _plan
+from adapters._owners import Crew, Round, Task, assign, flops, plan_rounds
+from adapters._parcels import Parcel, Piece, Way
 from adapters._plan import Cut, Layout, Matrix, Shape, rectangles
 from tests.unit.owner_cases import (
     CREWS,
@@ -31,13 +32,14 @@ def test_it_needs_no_torch() -> None:
     code = (
         "import sys, types, importlib.util as util\n"
         "sys.modules['adapters'] = types.ModuleType('adapters')\n"
-        "for name, path in zip(('adapters._plan', 'adapters._owners'), sys.argv[1:]):\n"
+        "for name, path in zip(('_plan', '_owners', '_parcels'), sys.argv[1:]):\n"
+        "    name = 'adapters.' + name\n"
         "    spec = util.spec_from_file_location(name, path)\n"
         "    module = sys.modules[name] = util.module_from_spec(spec)\n"
         "    spec.loader.exec_module(module)\n"
         "assert 'torch' not in sys.modules\n"
     )
-    paths = [str(module.__file__) for module in (_plan, _owners)]
+    paths = [str(module.__file__) for module in (_plan, _owners, _parcels)]
     subprocess.run([sys.executable, "-c", code, *paths], check=True)
 
 
@@ -104,11 +106,16 @@ def test_owners_do_not_depend_on_the_order_of_the_list() -> None:
 
 
 def positions(rounds: Iterable[Round]) -> list[list[int]]:
-    return [[task.position for task in each.tasks] for each in rounds]
+    return [sorted(p for task in each.tasks for p in task.positions) for each in rounds]
 
 
 def owners(rounds: Iterable[Round]) -> dict[int, tuple[int, int]]:
-    return {task.position: (task.copy, task.owner) for each in rounds for task in each.tasks}
+    return {
+        position: (task.copy, task.owner)
+        for each in rounds
+        for task in each.tasks
+        for position in task.positions
+    }
 
 
 @pytest.mark.parametrize("place", CREWS, ids=str)
@@ -116,6 +123,10 @@ def test_all_ranks_make_the_same_plan(place: Place) -> None:
     for bucket_bytes in (1, 200, MIB):
         plans = [rounds_of(each, bucket_bytes=bucket_bytes) for each in place.all()]
         assert all([each.tasks for each in plan] == [r.tasks for r in plans[0]] for plan in plans)
+
+
+def num_matrices(tasks: Iterable[Task]) -> int:
+    return sum(len(task.positions) for task in tasks)
 
 
 @pytest.mark.parametrize("place", CREWS, ids=str)
@@ -127,7 +138,10 @@ def test_each_matrix_is_computed_once_over_all_copies(place: Place) -> None:
             for tasks in round_.owned_by(copy)
             for task in tasks
         ]
-        assert sorted(task.position for task in owned) == [t.position for t in round_.tasks]
+        assert set(owned) == set(round_.tasks)
+        assert len(owned) == len(round_.tasks)
+        assert len({p for task in owned for p in task.positions}) == num_matrices(owned)
+    assert num_matrices(task for each in rounds_of(place) for task in each.tasks) == len(SHAPES)
     slots = set(owners(rounds_of(place)).values())
     assert len(slots) == min(len(SHAPES), place.num_copies * place.num_parts)
 
@@ -205,15 +219,15 @@ def size_to_owner(task: Task, source: int) -> int:
     """Worked out here again: rows' moments and their age go with what holds the rows' starts."""
     part = task.parts[source]
     numel = part.num_rows * part.num_cols
-    along = task.position in WITH_ROWS and numel > 0 and part.first_col == 0
-    return numel + 2 * (part.num_rows + 1) * along
+    along = WITH_ROWS.issuperset(task.positions) and numel > 0 and part.first_col == 0
+    return len(task.positions) * (numel + 2 * (part.num_rows + 1) * along)
 
 
 def size_from_owner(task: Task, target: int) -> int:
     """All that have some of a row get its moment."""
     part = task.parts[target]
-    rows = part.num_rows if task.position in WITH_ROWS and part.num_cols else 0
-    return part.num_rows * part.num_cols + 2 * rows
+    rows = part.num_rows if WITH_ROWS.issuperset(task.positions) and part.num_cols else 0
+    return len(task.positions) * (part.num_rows * part.num_cols + 2 * rows)
 
 
 def sizes_of(wires: Wires, place: Place, copy: int) -> tuple[dict[Parcel, int], dict[Parcel, int]]:
@@ -250,13 +264,15 @@ def test_every_parcel_arrives_in_order(place: Place) -> None:
             )
 
 
-def packed(task: Task, number: int, *, with_rows: bool) -> list[Element]:
-    """A rank's part of a matrix as its elements' places, then two halves for each row."""
+def packed(task: Task, number: int, *, with_rows: bool, with_age: bool = False) -> list[Element]:
+    """A rank's part of each matrix as its elements' places, then two halves for each row."""
     part = task.parts[number]
     rows = range(part.first_row, part.first_row + part.num_rows)
     cols = range(part.first_col, part.first_col + part.num_cols)
-    halves = [(task.position, row, half) for row in rows for half in ("low", "high")]
-    return [*((task.position, row, col) for row in rows for col in cols), *halves * with_rows]
+    found: list[Element] = list(itertools.product(task.positions, rows, cols))
+    for position in task.positions if with_rows else ():
+        found += itertools.product([position], [*rows, *["age"] * with_age], ("low", "high"))
+    return found
 
 
 def put(buffer: list[Element], piece: Piece, content: list[Element]) -> None:
@@ -264,7 +280,8 @@ def put(buffer: list[Element], piece: Piece, content: list[Element]) -> None:
     assert buffer[span] == [None] * len(content)  # not used twice
     buffer[span] = content
     assert (piece.elements.start, piece.rows.stop) == (span.start, span.stop)
-    assert piece.elements.stop == piece.rows.start == piece.start + piece.part.numel
+    assert piece.elements.stop == piece.rows.start == piece.start + math.prod(piece.shape)
+    assert piece.has_rows == (piece.rows.start < piece.rows.stop)
 
 
 def taken(buffer: list[Element], piece: Piece) -> list[Element]:
@@ -279,8 +296,7 @@ def bring_to_owners(wires: Wires, place: Place, copy: int) -> None:
         buffer: list[Element] = [None] * sum(route.there.sizes_before)
         for task, piece in route.gathered:
             along = task.with_rows and piece.part.numel > 0 and not piece.part.first_col
-            age = [(task.position, "age", half) for half in ("low", "high")] * along
-            put(buffer, piece, [*packed(task, number, with_rows=along), *age])
+            put(buffer, piece, packed(task, number, with_rows=along, with_age=True))
         buffers.append(buffer)
     arrived = wires.travel([route.there for route in routes], buffers)
     for route, buffer in zip(routes, arrived, strict=True):
@@ -289,9 +305,9 @@ def bring_to_owners(wires: Wires, place: Place, copy: int) -> None:
         for task, pieces, _ in route.owned:
             found = [element for piece in pieces for element in taken(buffer, piece)]
             rows, cols = map(range, task.shape)
-            expected: set[Element] = set(itertools.product([task.position], rows, cols))
+            expected: set[Element] = set(itertools.product(task.positions, rows, cols))
             if task.with_rows:
-                expected |= set(itertools.product([task.position], rows, ("low", "high")))
+                expected |= set(itertools.product(task.positions, rows, ("low", "high")))
             ages = [element for element in found if element[1] == "age"]
             assert bool(ages) == task.with_rows
             assert len(found) - len(ages) == len(expected)
@@ -330,9 +346,8 @@ def test_owners_get_whole_matrices_and_holders_their_parts(place: Place, bucket_
             ]
             ends = itertools.accumulate(itertools.chain.from_iterable(route.sizes_by_copy))
             assert [i for i, e in enumerate(buffer) if e is None] == [end - 1 for end in ends]
-            assert sorted(t.position for t, _ in route.returned) == [
-                t.position for t in wires.tasks
-            ]
+            assert {task for task, _ in route.returned} == set(wires.tasks)
+            assert len(route.returned) == len(wires.tasks)
             for task, piece in route.returned:
                 along = task.with_rows and piece.part.numel > 0
                 expected = packed(task, number, with_rows=along)
