@@ -25,6 +25,7 @@ PURE = {
     "consensus/_wire.py",
     "adapters/_plan.py",
     "adapters/_owners.py",
+    "adapters/_parcels.py",
 }
 
 # Where a collective may stand. Elsewhere it would be one that no agreement knows of.
