@@ -82,7 +82,7 @@ def newton_schulz_stacked(
     x = matrices.bfloat16()
     if is_tall:
         x = x.mT
-    norms = torch.stack([each.norm() for each in x])[:, None, None]
+    norms = torch.stack(torch._foreach_norm(x.unbind()))[:, None, None]
     if kind.schedule.safety != 1:
         norms = norms * kind.schedule.safety
     x = (x / norms.clamp(min=kind.eps)).contiguous()

@@ -3,9 +3,9 @@
     python benchmarks/peers.py --write      # a few minutes; writes results/peers_*
 
 Every contender steps its own copy of the same sharded matrices, one after the other in each round,
-in an order that rotates. A step takes as long as it does on the slowest rank; what is compared are
-ratios to our distributed mode within a round. Times are a report and gate nothing. More ranks than
-cores measure scheduling: do not quote those.
+in an order that is drawn anew: what ran just before leaves its traces in caches. A step takes as
+long as it does on the slowest rank; what is compared are ratios to our distributed mode within a
+round. Times are a report and gate nothing. More ranks than cores measure scheduling.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,9 @@ def contenders() -> tuple[dict[str, Make], dict[str, str]]:
     made: dict[str, Make] = {
         OURS: lambda named, mesh: Muon(named, sharded_mode="distributed"),
         "Muon, distributed, again": lambda named, mesh: Muon(named, sharded_mode="distributed"),
+        "Muon, distributed, gram form": lambda named, mesh: Muon(
+            named, sharded_mode="distributed", ns_form="gram"
+        ),
         "Muon, exact": lambda named, mesh: Muon(named, sharded_mode="exact"),
         "GefenMuon, distributed": lambda named, mesh: GefenMuon(named, sharded_mode="distributed"),
         "torch.optim.Muon on DTensors": lambda named, mesh: torch.optim.Muon(named),
@@ -92,8 +96,8 @@ def time_steps(rank: int, size: str, rounds: int) -> dict[str, list[float] | str
         found[name] = []
     names = list(made)
     for number in range(rounds + 2):  # the first ones learn, plan, connect
-        for place in range(len(names)):
-            name = names[(number + place) % len(names)]
+        order = random.Random(number).sample(names, len(names))  # equal on all ranks
+        for name in order:
             optimizer, params = optimizers[name]
             for i, param in enumerate(params):  # some contenders write gradients
                 param.grad = _gradient(param, seed=1000 * number + i)
