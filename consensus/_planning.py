@@ -150,7 +150,9 @@ def plan(
         for ranks in own:  # sorted, so the order is the same wherever scopes are shared
             verdict = yield from tally(keys[ranks], ranks, held)
             uniform = uniform and verdict.same
-        if uniform and len(own) == 1:
+        # Of a mesh with several axes this rank knows only its own of the groups that carry votes.
+        knows_groups = not any(scope.carries for scope in scopes)
+        if uniform and len(own) == 1 and knows_groups:
             return Planned(Plan(own[0]))
         return (yield from _read_closure(scopes, rank=rank, keys=dict(keys)))
     except GaveUp as gave_up:
@@ -166,7 +168,7 @@ def _read_closure(
     """Post what this rank holds, then read what its peers hold until no new scope turns up."""
     record = json.dumps(
         {
-            "scopes": [[list(s.ranks), s.manifest, s.mode] for s in scopes],
+            "scopes": [[list(s.ranks), s.manifest, s.mode, s.carries] for s in scopes],
             "keys": [[list(ranks), key] for ranks, key in sorted(keys.items())],
         }
     ).encode()
@@ -182,7 +184,7 @@ def _read_closure(
                 continue
             data = yield Await(f"{keys[ranks]}/{peer}", (peer,))
             said = _heard(data)
-            records[peer] = tuple(Scope(tuple(r), m, mode) for r, m, mode in said["scopes"])
+            records[peer] = tuple(Scope(tuple(r), *rest) for r, *rest in said["scopes"])
             for listed, key in said["keys"]:
                 if tuple(listed) not in keys:
                     keys[tuple(listed)] = key

@@ -22,6 +22,7 @@ from consensus._absence import Absence, AgreementBroken, Post, Whereabouts
 from consensus._planning import Planned, Verdict, plan, tally
 from consensus._protocol import decide
 from consensus._store import StoreClient
+from consensus._tours import TOURS
 from consensus._transport import GroupLink, Link, StoreLink
 from consensus._waiting import LinkBroken, Patience
 from consensus._wire import digest
@@ -86,7 +87,7 @@ class Session:
         self._rounds: Counter[Ranks] = Counter()
         self._attempts: Counter[int] = Counter()  # of making a plan's channel, that failed
         self._plans: dict[tuple[Scope, ...], Planned] = {}
-        self._channels: dict[tuple[Ranks, tuple[Ranks, ...], str], Channel] = {}
+        self._channels: dict[tuple[int, str], Channel] = {}  # by plan and backend
         self.lock = threading.RLock()
         weakref.finalize(default_group, self._client.close)
 
@@ -145,16 +146,22 @@ class Session:
         """Return how often each of these scopes has been planned with; equal on its ranks."""
         return tuple((ranks, self._rounds[ranks]) for ranks in maximal(s.ranks for s in scopes))
 
-    def plan_once(self, scopes: tuple[Scope, ...], *, patience: Patience) -> Planned:
-        """Return the plan for scopes that a caller names; handed out again without planning.
+    def plan_named(self, scopes: tuple[Scope, ...], *, again: bool, patience: Patience) -> Planned:
+        """Return the plan for scopes that a caller names.
 
         The whole job needs no planning. A smaller scope does: its members may be tied, through
         scopes that this rank cannot see, to ranks outside of it.
+
+        Args:
+            scopes: Of this rank.
+            again: Plan also if the same scopes have been planned before. A peer for which they
+                are others than before would wait for this rank.
+            patience: How long to wait for the ranks that these scopes tie to this one.
         """
         whole = next((s.ranks for s in scopes if len(s.ranks) == self.world_size), None)
         if whole is not None:
             return Planned(Plan(whole))
-        if scopes not in self._plans:
+        if again or scopes not in self._plans:
             self._plans[scopes] = self.plan(scopes, patience=patience)
         return self._plans[scopes]
 
@@ -167,7 +174,7 @@ class Session:
             AgreementBroken: A member did not come.
             EnclosureError: The members derived different plans, or there is nothing to inherit.
         """
-        key = (plan.members, plan.sets, backend)
+        key = (plan.key, backend)
         with self.lock:
             if key not in self._channels:
                 self._channels[key] = self._make_channel(plan, backend, inherited, patience)
@@ -265,11 +272,12 @@ class Session:
                 "backend and hold the same meshes"
             )
         name = f"{key}/{met.nonce}"  # a nonce: never reused, not even after a restart
-        if backend == "inherit":
+        if backend == "inherit" or backend in TOURS:
             if inherited is None:
+                wanted_groups = [list(ranks) for ranks in plan.groups or (members,)]
                 raise EnclosureError(
-                    f"backend='inherit' needs a process group of exactly ranks {list(members)}; "
-                    "none is known. Name one, or use 'auto'."
+                    f"{backend=} needs process groups of ranks {wanted_groups}; those of rank "
+                    f"{self.rank} are not all known. Name them, or use 'auto'."
                 )
             return Channel(name, members, inherited)
         by_store = StoreLink(self._client, name, members, self.rank)

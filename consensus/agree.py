@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from consensus import _capture, _seams
 from consensus._absence import AgreementBroken
@@ -338,6 +339,7 @@ def reading(
 
 def _group_to_agree_in(phase: str, source: Source) -> ControlGroup:
     group = control_group(source)
+    group.is_kept = isinstance(source, ControlGroup | Optimizer)
     if _capture.is_capturing() and not group.is_local:
         raise RuntimeError(
             f"{phase}: an agreement cannot be part of a CUDA graph: it would be held once, in the "

@@ -28,6 +28,7 @@ class Scope:
     ranks: Ranks
     manifest: int  # digest of what this rank holds on it and believes its peers hold alike
     mode: str = ""  # how this rank will use it; ranks that share a scope must use it alike
+    carries: bool = False  # a process group of these ranks is there, and may carry votes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,14 @@ class Plan:
     members: Ranks
     sets: tuple[Ranks, ...] = ()  # proper subsets of members with facts of their own
     slots: tuple[tuple[Ranks, int], ...] = ()  # scope -> pair of words; 0 is everyone's
+    groups: tuple[Ranks, ...] = ()  # that carry votes, where no group may enclose the members
     key: int = field(init=False)  # a digest of the plan; part of every vote
 
     def __post_init__(self) -> None:
-        key = digest([_rank_bytes(self.members), *(_rank_bytes(ranks) for ranks in self.sets)])
+        parts = [_rank_bytes(self.members), *(_rank_bytes(ranks) for ranks in self.sets)]
+        if self.groups:
+            parts += [b"over", *(_rank_bytes(ranks) for ranks in self.groups)]
+        key = digest(parts)
         object.__setattr__(self, "key", key)  # once: its cost grows with the number of ranks
 
     def ballot(self, *, rank: int, sequence: int) -> Ballot:
@@ -101,7 +106,8 @@ def plan_of(records: Mapping[int, Sequence[Scope]]) -> Plan:
         (ranks, 0 if shared == members else 1 + sets.index(shared))
         for ranks, shared in sorted(set_of.items())
     ]
-    return Plan(members, tuple(sets), tuple(slots) if sets else ())
+    carrying = {s.ranks for scopes in records.values() for s in scopes if s.carries}
+    return Plan(members, tuple(sets), tuple(slots) if sets else (), tuple(sorted(carrying)))
 
 
 def conflicting_modes(records: Mapping[int, Sequence[Scope]]) -> dict[str, Ranks]:

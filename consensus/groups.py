@@ -7,6 +7,7 @@ look at it, on one rank. Planning happens at the first agreement or in :meth:`Co
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from torch.optim import Optimizer
 
 from consensus import placement
 from consensus._absence import AgreementBroken
+from consensus._data_links import link_over_data_groups
 from consensus._manifest import Manifest, read_manifest
 from consensus._session import TORCH_TIMEOUT_S, Channel, Session, current_session
 from consensus._sources import Source, backend_facts, flatten, group_ranks, mesh_ranks
-from consensus._transport import GroupLink
+from consensus._tours import TOURS
+from consensus._transport import Link
 from consensus._verdict import late_ranks, raise_conflict, raise_if_decided
 from consensus._waiting import Patience
 from consensus.enclosure import Plan, Scope, components
 from consensus.errors import EnclosureError
 from consensus.vote import Decision, Fact, Ranks, Vote
 
-BACKENDS = ("auto", "gloo", "store", "inherit")
+BACKENDS = ("auto", "gloo", "store", "inherit", *TOURS)
 SOFT_DEADLINE_S = 60.0
 
 
@@ -48,6 +51,7 @@ class ControlGroup:
         self._source = None if isinstance(source, Optimizer) else source
         self._timeout = timeout
         self._backend = backend
+        self.is_kept = True  # by the caller; else made for one call, and planned as the last such
         self._manifest: Manifest | None = None
         self._problem: ValueError | None = None
         self._session: Session | None = current_session()
@@ -62,7 +66,7 @@ class ControlGroup:
         """Global ranks that vote together, sorted."""
         if self._plan is not None:
             return self._plan.members
-        own = dist.get_rank() if self._scopes else 0
+        own = dist.get_rank() if self._session is not None else 0
         found = components(scope.ranks for scope in self._scopes)
         return next((ranks for ranks in found if own in ranks), (own,))
 
@@ -132,7 +136,7 @@ class ControlGroup:
         if self._plan is not None or self.is_local or session is None:
             return self._plan
         patience = Patience("planning", hard=self._hard(timeout), soft=SOFT_DEADLINE_S)
-        ask = session.plan if self._optimizer is not None else session.plan_once
+        ask = session.plan if self._optimizer else partial(session.plan_named, again=self.is_kept)
         before = session.times_planned(self._scopes)
         try:
             planned = ask(self._scopes, patience=patience)
@@ -281,8 +285,10 @@ class ControlGroup:
                 )
             manifests.setdefault(ranks, 0)
         groups = self._group_names()
+        carrying = self._data_group_ranks() if self._backend in TOURS else frozenset()
+        manifests |= {ranks: 0 for ranks in carrying if ranks not in manifests}
         return tuple(
-            Scope(ranks, manifest, mode + groups.get(ranks, ""))
+            Scope(ranks, manifest, mode + groups.get(ranks, ""), ranks in carrying)
             for ranks, manifest in sorted(manifests.items())
             if len(ranks) > 1
         )
@@ -299,6 +305,11 @@ class ControlGroup:
                 names[ranks] = f"{names.get(ranks, '')}/group {mesh.get_group().group_name}"
         return names
 
+    def _data_group_ranks(self) -> frozenset[Ranks]:
+        return frozenset(
+            group_ranks(group) for groups in self._data_groups().values() for group in groups
+        )
+
     def _data_groups(self) -> dict[Ranks, list[Any]]:
         """Return the process groups that move data, by the scope they belong to."""
         found: dict[Ranks, list[Any]] = {}
@@ -309,15 +320,15 @@ class ControlGroup:
             found.setdefault(group_ranks(group), []).append(group)
         return found
 
-    def _inherited(self, plan: Plan) -> GroupLink | None:
-        """Return a link over a data-plane group of exactly the plan's members, if one is known."""
+    def _inherited(self, plan: Plan) -> Link | None:
+        """Return a link over data-plane groups, where votes go over those and they are known."""
+        if self._backend != "inherit" and self._backend not in TOURS:
+            return None
         known = [group for groups in self._data_groups().values() for group in groups]
-        for group in (*known, dist.group.WORLD):
-            if group_ranks(group) == plan.members:
-                hint = next((mesh.device_type for mesh in self._meshes), None)
-                device = control_device(group, hint=None if hint == "cpu" else hint)
-                return GroupLink(weakref.proxy(group), device)  # torch holds it, as long as it is
-        return None
+        hint = next((mesh.device_type for mesh in self._meshes), None)
+        device_of = partial(control_device, hint=None if hint == "cpu" else hint)
+        groups = (dist.group.WORLD, *known)
+        return link_over_data_groups(plan, self._backend, groups, device_of, dist.get_rank())
 
 
 def control_group(
@@ -330,7 +341,8 @@ def control_group(
             iterable of these, or None for all ranks of the job. A ControlGroup is returned as is.
         timeout: Hard deadline of its votes in seconds; None is that of the default group.
         backend: "auto" is a private gloo group that falls back to the store; "gloo", "store"; or
-            "inherit" to vote on the data plane's own group.
+            "inherit" to vote on the data plane's own group; "sweep" or "passes" to vote over its
+            overlapping groups, one after the other, where no group encloses them all.
 
     Returns:
         A group that is not planned yet. The same optimizer or ranks always share one channel.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard
 import consensus
 from adapters import Hybrid, Muon
 from adapters.options import ShardedMode
-from consensus import GroupFailure, any_failed, control_group, fail_together
+from consensus import GroupFailure, agree_sum, any_failed, control_group, fail_together
+from consensus.enclosure import components
 from consensus.testing import assert_unchanged, snapshot
 from tests.gloo._cases import caught, on_ranks
 from tests.threaded.muon_cases import random_matrices, shard
@@ -22,11 +23,21 @@ from tests.threaded.muon_cases import random_matrices, shard
 pytestmark = pytest.mark.slow
 
 CHAIN = ((0, 1), (1, 2), (2, 3))
-STAR = ((0, 1), (0, 2), (0, 3))
 NESTED = ((0, 1, 2, 3), (1, 2))
-RING = ((0, 1), (1, 2), (2, 3), (0, 3))
 WIDE_AND_NARROW = ((0, 1, 2), (2, 3))
-APART = ((0, 1), (2, 3))
+RING = ((0, 1), (1, 2), (0, 2))
+# Of six ranks, some of which may be in none.
+LAYOUTS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "chain": (*CHAIN, (3, 4), (4, 5)),
+    "ring of three": RING,
+    "ring of six": (*CHAIN, (3, 4), (4, 5), (0, 5)),
+    "star": ((2, 5), (0, 5), (3, 5)),
+    "nested": NESTED,
+    "wide and narrow": WIDE_AND_NARROW,
+    "two pipelines": ((0, 2), (2, 4), (1, 3), (3, 5)),
+    "two pipelines, tied": ((0, 2), (2, 4), (1, 3), (3, 5), (0, 1, 4, 5)),
+}
+SQUARE = ((0, 1), (2, 3), (0, 2), (1, 3))  # the rows and columns of a mesh, and its first row apart
 
 
 def groups_of(rank: int, scopes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -51,51 +62,63 @@ def named_parameters_on(meshes: Sequence[DeviceMesh]) -> list[tuple[str, nn.Para
     return params
 
 
-def one_failure_each(
-    rank: int, scopes: Sequence[tuple[int, ...]], kind: str
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+Told: TypeAlias = list[tuple[int, ...]]
+
+
+def one_failure_each(rank: int, source: Any, backend: str) -> tuple[tuple[int, ...], Told]:
     """Let each rank fail in turn; return who votes, and who failed as this rank was told."""
-    source: Any = {"groups": groups_of, "meshes": meshes_of, "parameters": meshes_of}[kind](
-        rank, scopes
-    )
-    if kind == "parameters":
-        source = [param for _, param in named_parameters_on(source)]
-    group = control_group(source)
-    told: list[tuple[int, ...]] = []
+    group = control_group(source, backend=backend)
+    told: Told = []
     for odd in range(dist.get_world_size()):
         try:
             with fail_together("evaluate", group):
                 if rank == odd:
                     raise ValueError("here")
             told.append(())
+        except ValueError:  # nobody else to tell
+            told.append((rank,))
         except GroupFailure as error:
             told.append(tuple(failure.rank for failure in error.failures))
     assert any_failed(False, group) is False
+    assert agree_sum([rank, -1], group=group) == (sum(group.ranks), -len(group.ranks))
     return group.ranks, told
 
 
-@pytest.mark.parametrize("kind", ["groups", "meshes", "parameters"])
-def test_a_failure_at_one_end_of_a_chain_reaches_the_other(kind: str) -> None:
-    expected = ((0, 1, 2, 3), [(0,), (1,), (2,), (3,)])
-    assert on_ranks(one_failure_each, 4, CHAIN, kind) == (expected,) * 4
+def on_every_layout(rank: int, backend: str) -> dict[str, tuple[tuple[int, ...], Told]]:
+    """Once for each layout: scopes that are groups, and a mesh with a mesh of one of its rows."""
+    found = {}
+    for name, scopes in LAYOUTS.items():
+        source: list[Any] = groups_of(rank, scopes)
+        if backend == "auto" and name == "chain":  # one of them as parameters, one as meshes
+            source = [param for _, param in named_parameters_on(meshes_of(rank, scopes))]
+        elif name == "star":
+            source = meshes_of(rank, scopes)
+        found[name] = one_failure_each(rank, source, backend)
+    square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("rows", "cols"))
+    row = DeviceMesh("cpu", [0, 1])
+    source = [*[square] * (rank < 4), *[row] * (rank < 2)]
+    found["mesh and sub-mesh"] = one_failure_each(rank, source, backend)
+    return found
 
 
-@pytest.mark.parametrize("scopes", [STAR, NESTED, RING, WIDE_AND_NARROW])
-def test_a_failure_reaches_every_rank_that_is_tied(scopes: Sequence[tuple[int, ...]]) -> None:
-    expected = ((0, 1, 2, 3), [(0,), (1,), (2,), (3,)])
-    assert on_ranks(one_failure_each, 4, scopes, "groups") == (expected,) * 4
-
-
-def test_a_failure_does_not_reach_ranks_that_are_not_tied() -> None:
-    low, high = ((0, 1), [(0,), (1,), (), ()]), ((2, 3), [(), (), (2,), (3,)])
-    assert on_ranks(one_failure_each, 4, APART, "groups") == (low, low, high, high)
+@pytest.mark.parametrize("backend", ["auto", "sweep", "passes"])
+def test_a_failure_on_any_rank_reaches_all_that_are_tied_and_no_others(backend: str) -> None:
+    by_rank = on_ranks(on_every_layout, 6, backend)
+    for name, scopes in {**LAYOUTS, "mesh and sub-mesh": SQUARE}.items():
+        tied = {rank: (rank,) for rank in range(6)}
+        tied |= {rank: ranks for ranks in components(scopes) for rank in ranks}
+        for rank, found in enumerate(by_rank):
+            told = [(odd,) if odd in tied[rank] else () for odd in range(6)]
+            assert found[name] == (tied[rank], told), (name, rank)
 
 
 def steps_on(
     rank: int, scopes: Sequence[tuple[int, ...]], reverse: Sequence[int], mode: ShardedMode
-) -> tuple[list[str], bool]:
-    """The optimizer's step fails on each rank in turn, then works."""
+) -> tuple[list[str], bool] | None:
+    """The optimizer's step fails on each rank in turn, then works; None without parameters."""
     params = named_parameters_on(meshes_of(rank, scopes))
+    if not params:
+        return None
     if rank in reverse:
         params.reverse()  # meshes are met in another order than on the other ranks
     optimizer = Muon(params, sharded_mode=mode)
@@ -109,26 +132,35 @@ def steps_on(
             return 1.0
 
         texts.append(str(caught(lambda: optimizer.step(closure))))
+        if texts[-1] == "None":  # the odd one is not tied to this one
+            before = snapshot(optimizer)
     unchanged = caught(lambda: assert_unchanged(optimizer, before)) is None
     optimizer.step()
     return texts, unchanged and len(optimizer.state) == len(params)
 
 
+def steps_on_every_layout(rank: int, reverse: Sequence[int], mode: ShardedMode) -> dict[str, Any]:
+    return {name: steps_on(rank, scopes, reverse, mode) for name, scopes in LAYOUTS.items()}
+
+
 @pytest.mark.parametrize("mode", ["exact", "distributed"])
-@pytest.mark.parametrize("reverse", [(), (1,)], ids=["in order", "in another order on one rank"])
 @pytest.mark.parametrize(
-    "scopes",
-    [CHAIN, RING, NESTED, WIDE_AND_NARROW],
-    ids=["chain", "ring", "nested", "wide and narrow"],
+    "reverse", [(), (1, 2)], ids=["in order", "in another order on some ranks"]
 )
 def test_optimizers_on_overlapping_meshes_fail_together_and_go_on(
-    scopes: Sequence[tuple[int, ...]], reverse: Sequence[int], mode: ShardedMode
+    reverse: Sequence[int], mode: ShardedMode
 ) -> None:
-    by_rank = on_ranks(steps_on, 4, scopes, reverse, mode)
-    for texts, fine in by_rank:
-        assert fine
-        for odd, text in enumerate(texts):
-            assert f"Muon.step failed on rank {odd}" in text
+    by_rank = on_ranks(steps_on_every_layout, 6, reverse, mode)
+    for name, scopes in LAYOUTS.items():
+        tied = {rank: ranks for ranks in components(scopes) for rank in ranks}
+        for rank, found in enumerate(by_rank):
+            assert (found[name] is not None) == (rank in tied)
+            texts, fine = found[name] or ([], True)
+            assert fine, (name, rank)
+            for odd, text in enumerate(texts):
+                failed = odd in tied[rank]
+                assert (f"Muon.step failed on rank {odd}" in text) is failed
+                assert (text == "None") is not failed
 
 
 def halves_on_two_meshes(rank: int) -> list[str]:
