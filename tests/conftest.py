@@ -8,6 +8,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
+# The marker `ranks`: where the project is installed, pytest has loaded it already.
+pytest_plugins = ["step_consensus_pytest"]
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is None:

@@ -125,10 +125,11 @@ class Ranks(Sequence[RankResult[T_co]]):
         """Return what every rank did, the failed ones in detail."""
         failed = [result.rank for result in self.results if result.failed]
         head = f"{len(failed)} of {len(self.results)} ranks failed: {failed}"
-        return "\n".join([head, *(_describe(result) for result in self.results)])
+        return "\n".join([head, *map(describe, self.results)])
 
 
-def _describe(result: RankResult[object]) -> str:
+def describe(result: RankResult[object], output_lines: int = _OUTPUT_LINES) -> str:
+    """Return what one rank did; when it failed, its traceback or stack and its last output."""
     head = f"--- rank {result.rank} {_ending(result)} ({result.seconds:.2f} s)"
     if not result.failed:
         return head
@@ -136,8 +137,8 @@ def _describe(result: RankResult[object]) -> str:
     if result.hung:
         details.append(result.stack)
     lines = result.output.splitlines()
-    if lines:
-        details.append("\n".join(["last output:", *lines[-_OUTPUT_LINES:]]))
+    if lines and output_lines:
+        details.append("\n".join(["last output:", *lines[-output_lines:]]))
     return "\n".join([head, *(_indented(text) for text in details)])
 
 

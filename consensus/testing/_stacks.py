@@ -16,6 +16,8 @@ import fcntl
 import os
 import select
 import signal
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
@@ -84,3 +86,17 @@ def _send(process: BaseProcess, number: int) -> None:
     if process.pid is not None and process.exitcode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Return where this thread is, as faulthandler writes it: without making it a frame object.
+
+    It holds the GIL throughout, so that no frame moves while it is read; ``traceback`` does not.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read().split("\n\n")
+    number = f"0x{thread.ident or 0:016x}"
+    found = [stack for stack in stacks if number in stack.partition("\n")[0]]
+    return f"{thread.name}: {found[0] if found else 'it has just ended'}"

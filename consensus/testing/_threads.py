@@ -12,8 +12,6 @@ a look at one instant, hence two of them: whatever moved after the first shows i
 
 from __future__ import annotations
 
-import faulthandler
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +28,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from consensus.testing._ranks import ErrorRecord, RankResult, Ranks
+from consensus.testing._stacks import stack_of
 
 T = TypeVar("T")
 torch_threads: Any = multi_threaded_pg  # torch leaves it untyped
@@ -130,7 +129,7 @@ class _RankThread(threading.Thread):
             self._returned = True
         except BaseException as error:
             # torch wakes a waiting rank with SystemExit: the echo of what another rank did.
-            self._released = isinstance(error, SystemExit) and _is_over()
+            self._released = isinstance(error, SystemExit) and is_over()
             if not self._released:
                 self.error = replace(ErrorRecord.of(error), exception=error)
         finally:
@@ -158,7 +157,7 @@ class _RankThread(threading.Thread):
 def _refuse_if_left_behind() -> None:
     _left_behind[:] = [thread for thread in _left_behind if thread.is_alive()]
     if _left_behind:
-        where = "\n".join(_stack(thread) for thread in _left_behind)
+        where = "\n".join(stack_of(thread) for thread in _left_behind)
         raise RuntimeError(
             f"{len(_left_behind)} rank(s) of an earlier run_threads still run and would mix with "
             f"this one. End them, or use run_ranks for what hangs outside a collective.\n{where}"
@@ -191,7 +190,7 @@ def _follow(crew: Sequence[_RankThread], deadline: float) -> dict[int, str]:
         if late or _stranded(running):
             # Stranded ranks hang because of a rank that raised, if one did: that is the error.
             released = not late and any(thread.error is not None for thread in crew)
-            return {} if released else {thread.rank: _stack(thread) for thread in running}
+            return {} if released else {thread.rank: stack_of(thread) for thread in running}
         running[0].join(_LOOK_SECONDS)
     return {}
 
@@ -241,7 +240,8 @@ class _Collective(torch_threads.Collective):  # type: ignore[misc]  # torch leav
         self._start_cond, self._done_cond = _Condition(self), _Condition(self)
 
 
-def _is_over() -> bool:
+def is_over() -> bool:
+    """Return whether this run is over, so that a rank that is still there should end."""
     return bool(torch_threads.ProcessLocalGroup._terminate.is_set())
 
 
@@ -262,17 +262,3 @@ def _join(crew: Sequence[threading.Thread], seconds: float) -> None:
     for thread in crew:
         if thread.ident is not None:  # it was started
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _stack(thread: threading.Thread) -> str:
-    """Return where this thread is, as faulthandler writes it: without making it a frame object.
-
-    It holds the GIL throughout, so that no frame moves while it is read; ``traceback`` does not.
-    """
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        stacks = file.read().split("\n\n")
-    number = f"0x{thread.ident or 0:016x}"
-    found = [stack for stack in stacks if number in stack.partition("\n")[0]]
-    return f"{thread.name}: {found[0] if found else 'it has just ended'}"
