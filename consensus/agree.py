@@ -270,7 +270,7 @@ def failures_of(error: BaseException, rank: int, phase: str) -> tuple[Failure, .
             short_name(type(error)),
             message_of(error),
             traceback_of(error),
-            type_names(type(error)),
+            type_names(error),
             phase,
         ),
     )

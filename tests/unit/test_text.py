@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -9,6 +10,7 @@ from consensus._text import (
     bounded,
     join_ranks,
     message_of,
+    qualified_name,
     ranks_are,
     says_transport,
     short_name,
@@ -79,6 +81,69 @@ def test_any_exception_has_a_message(error: BaseException, text: str | None) -> 
     assert message_of(error) == (str(error) if text is None else text)
 
 
+class Grouped(Exception):
+    """What a group looks like on every Python; the language has its own since 3.11."""
+
+    def __init__(self, text: str, exceptions: object) -> None:
+        super().__init__(text)
+        self.exceptions = exceptions
+
+
+class RaisesOnLook(Exception):
+    @property
+    def exceptions(self) -> list[Exception]:
+        raise ZeroDivisionError
+
+
+def test_a_group_says_what_it_holds_and_is_known_by_it() -> None:
+    inner = Grouped("inner", [KeyError("k"), BrokenText()])
+    error = Grouped("2 failed", (ValueError("boom"), inner))
+    assert message_of(error) == (
+        "2 failed: ValueError: boom; KeyError: 'k'; "
+        "tests.BrokenText: <tests.BrokenText whose text raised ZeroDivisionError>"
+    )
+    names = type_names(error)
+    assert names[0] == "tests.unit.test_text.Grouped"
+    assert {"builtins.ValueError", "builtins.LookupError"} < set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_large_group_and_one_that_holds_itself_have_an_end() -> None:
+    assert message_of(Grouped("many", [ValueError(i) for i in range(20)])).endswith(
+        "ValueError: 7; and 12 more"
+    )
+    ring = Grouped("ring", ())
+    ring.exceptions = (ring,)
+    assert message_of(ring) == "ring"
+    assert message_of(RaisesOnLook("odd")) == "odd"
+    assert message_of(Grouped("odd", 3)) == "odd"
+
+
+def chained(*errors: BaseException, cause: bool) -> BaseException:
+    for before, after in pairwise(errors):
+        setattr(after, "__cause__" if cause else "__context__", before)
+    return errors[-1]
+
+
+def test_what_began_it_all_is_told() -> None:
+    first, last = ValueError("boom"), AttributeError("in the handler")
+    expected = "in the handler ({} ValueError: boom)"
+    for cause, relation in ((False, "while handling"), (True, "caused by")):
+        error = chained(first, KeyError("between"), last, cause=cause)
+        assert message_of(error) == expected.format(relation)
+    last.__cause__, last.__suppress_context__ = None, True  # raise ... from None
+    assert message_of(last) == "in the handler"
+    first.__context__ = last  # a ring
+    last.__suppress_context__ = False
+    assert "in the handler" in message_of(last)
+
+
+def test_what_began_it_all_is_told_however_long_the_rest_is() -> None:
+    text = message_of(chained(ValueError("ä" * 9000), KeyError("é" * 9000), cause=True))
+    assert len(text.encode()) <= MESSAGE_LIMIT
+    assert "(caused by ValueError: ä" in text
+
+
 def test_a_huge_message_is_cut_and_says_so() -> None:
     text = message_of(ValueError("ä" * 1_000_000))
     assert text.startswith("äää")
@@ -95,18 +160,18 @@ def test_a_short_name_is_what_a_reader_expects(kind: type[BaseException], name: 
 
 
 def test_a_class_is_named_with_its_bases() -> None:
-    assert type_names(KeyError) == (
+    assert type_names(KeyError()) == (
         "builtins.KeyError",
         "builtins.LookupError",
         "builtins.Exception",
         "builtins.BaseException",
     )
-    assert type_names(NoModule)[0] == "None.NoModule"
+    assert type_names(NoModule())[0] == qualified_name(NoModule) == "None.NoModule"
 
 
 def test_a_huge_name_is_cut_the_same_everywhere() -> None:
     assert len(short_name(LongName)) <= NAME_LIMIT
-    assert len(type_names(LongName)[0]) <= NAME_LIMIT
+    assert len(qualified_name(LongName)) <= NAME_LIMIT
 
 
 def test_a_traceback_ends_where_the_exception_was_raised() -> None:
