@@ -1,5 +1,6 @@
 """Agree before a collective: every rank proceeds, every rank skips, or every rank raises."""
 
+from consensus import log
 from consensus._sources import Source
 from consensus._sum import agree_sum
 from consensus.agree import ControlRange, agree_range, agree_same, any_failed, fail_together
@@ -16,6 +17,8 @@ from consensus.errors import (
 )
 from consensus.groups import ControlGroup, control_device, control_group
 from consensus.preflight import preflight
+from consensus.recovery import recover
+from consensus.watch import watch
 
 __all__ = [
     "CapturedStep",
@@ -37,5 +40,8 @@ __all__ = [
     "control_device",
     "control_group",
     "fail_together",
+    "log",
     "preflight",
+    "recover",
+    "watch",
 ]

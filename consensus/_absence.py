@@ -6,12 +6,13 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from consensus import _waiting
 from consensus._store import StoreClient
 from consensus._waiting import LinkBroken, Patience
+from consensus._watch import Watcher, is_stack
 from consensus.errors import Failure
 from consensus.vote import Ranks
 
@@ -27,6 +28,7 @@ class Absence:
     reason: str
     closed: bool = False  # the channel had been closed before
     gone: bool = False  # a connection broke, and not because somebody's deadline had passed
+    stacks: dict[int, str] = field(default_factory=dict)  # of late ranks, if they were asked
 
 
 class AgreementBroken(Exception):
@@ -53,6 +55,7 @@ class Whereabouts:
         """Post as ``rank``, through ``client``."""
         self._client = client
         self._rank = rank
+        self.watcher: Watcher | None = None
 
     def post(self, name: str, post: Post) -> None:
         """Say where this rank is; silently nothing when the store does not answer."""
@@ -64,13 +67,15 @@ class Whereabouts:
             return  # naming is a service; the wait itself has its own end
 
     def warn(self, name: str, members: Ranks, sequence: int, patience: Patience) -> None:
-        """Log for whom this rank still waits."""
+        """Log for whom this rank still waits, and where they are."""
+        seconds = patience.waited
         try:
             posts = self._read(name, members)
         except LinkBroken:
             posts = {}
         late = self._late(posts, members, sequence)
-        _waiting.warn_late(patience.phase, late, patience.waited)
+        self._ask_where(late, f"{name}/stack/{sequence}/soft", patience)
+        _waiting.warn_late(patience, late, seconds)
 
     def absence(
         self, name: str, members: Ranks, sequence: int, patience: Patience, broken: LinkBroken
@@ -90,15 +95,27 @@ class Whereabouts:
             threading.Event().wait(0.05)
         late = self._late(posts, members, sequence)
         met = [post for post in posts.values() if post.sequence == sequence]
+        # A peer whose deadline passes closes its connections too, and then nobody is gone.
+        gone = broken.connection and not any(post.expired for post in met)
+        if not gone:
+            self._ask_where(late, f"{name}/stack/{sequence}/hard", patience)
         return Absence(
             late,
             phases={rank: posts[rank].phase for rank in late if rank in posts},
             failures=tuple(failure for post in met for failure in post.failures),
             seconds=seconds,
             reason=reason,
-            # A peer whose deadline passes closes its connections too, and then nobody is gone.
-            gone=broken.connection and not any(post.expired for post in met),
+            gone=gone,
+            stacks={rank: patience.stacks[rank] for rank in late if rank in patience.stacks},
         )
+
+    def _ask_where(self, late: Ranks, name: str, patience: Patience) -> None:
+        """Learn the stacks of late ranks, where ranks watch; an older one beats no answer."""
+        if self.watcher is None or not late:
+            return
+        for rank, text in self.watcher.ask(late, name).items():
+            if is_stack(text) or rank not in patience.stacks:
+                patience.stacks[rank] = text
 
     def _read(self, name: str, members: Ranks) -> dict[int, Post]:
         posts = {}

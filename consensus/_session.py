@@ -17,14 +17,16 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from consensus import _store, _transport, _waiting
+from consensus import _hops, _sockets, _store, _transport, _waiting, log
 from consensus._absence import Absence, AgreementBroken, Post, Whereabouts
 from consensus._planning import Planned, Verdict, plan, tally
 from consensus._protocol import decide
+from consensus._sockets import HopLink
 from consensus._store import StoreClient
 from consensus._tours import TOURS
 from consensus._transport import GroupLink, Link, StoreLink
 from consensus._waiting import LinkBroken, Patience
+from consensus._watch import Watcher
 from consensus._wire import digest
 from consensus.enclosure import Plan, Scope, maximal, scope_id
 from consensus.errors import EnclosureError, Failure
@@ -63,6 +65,11 @@ class Channel:
             for ranks, groups in sorted(self._data_groups.items())
         )
 
+    def data_plane(self) -> tuple[tuple[str, int], ...]:
+        """Return the name of each of these groups, and the number of its last collective."""
+        groups = (ref() for refs in self._data_groups.values() for ref in refs)
+        return tuple((g.group_name, _sequence_number(g)) for g in groups if g is not None)
+
 
 class Session:
     """State of this library between init_process_group and destroy_process_group."""
@@ -95,7 +102,7 @@ class Session:
         """Give back threads, connections and groups."""
         for channel in list(self._channels.values()):
             channel.closed = channel.closed or "the job's process group was destroyed"
-            if isinstance(channel.link, GroupLink):
+            if isinstance(channel.link, GroupLink | HopLink):
                 channel.link.close()
         self._client.close()
 
@@ -106,6 +113,13 @@ class Session:
         """
         if self._world is not None and self._world.default_pg is not self._default_group():
             self.end()
+
+    def watch(self) -> None:
+        """Answer ranks that ask where this one is, and ask late ones; until the session ends."""
+        with self.lock:
+            if self._whereabouts.watcher is None:
+                alone = self._world is None  # other threads are other ranks
+                self._whereabouts.watcher = Watcher(self._client, self.rank, alone=alone)
 
     def data_plane_timeout(self) -> float:
         """Return the default group's own timeout in seconds: the hard deadline of a vote."""
@@ -195,15 +209,17 @@ class Session:
                 vote.phase, vote.failures, vote.fatal, vote.facts, vote.ranges, channel.positions
             )
             try:
-                decision = self._meet(
-                    channel,
-                    lambda: _transport.drive(decide(cast, ballot), channel.link, patience),
-                    patience,
-                    vote.failures,
-                )
-                if vote.counts and decision.agreed:
-                    # Peers are on their way to this message, so nothing may come between.
-                    decision = replace(decision, sums=self._sum(vote.counts, channel, patience))
+                with log.recording(self.rank, vote, channel) as record:
+                    decision = self._meet(
+                        channel,
+                        lambda: _transport.drive(decide(cast, ballot), channel.link, patience),
+                        patience,
+                        vote.failures,
+                    )
+                    if vote.counts and decision.agreed:
+                        # Peers are on their way to this message, so nothing may come between.
+                        decision = replace(decision, sums=self._sum(vote.counts, channel, patience))
+                    record.decision = decision
                 return decision
             except AgreementBroken:
                 raise
@@ -283,18 +299,22 @@ class Session:
         by_store = StoreLink(self._client, name, members, self.rank)
         if backend == "store":
             return Channel(name, members, by_store)
-        link, reason = self._try_gloo(name, members, patience)
-        tried = 1 if link is not None else 2
-        if self._tally(f"{name}/trial", members, tried, patience).same and link:
-            return Channel(name, members, link)
-        if link is not None:
-            link.close()
-        _waiting.logger.warning(
-            "no gloo control group for ranks %s (%s); votes go over the store, which is slower "
-            "for many ranks. If a rank has several network interfaces, set GLOO_SOCKET_IFNAME.",
-            list(members),
-            reason or "it failed on another rank",
-        )
+        kinds = _hops.kinds_of_link(len(members), backend)
+        for kind, instead in zip(kinds, (*kinds[1:], "the store"), strict=True):
+            link, reason = self._try(kind, name, members, patience)
+            tried = 1 if link is not None else 2
+            if self._tally(f"{name}/{kind}/trial", members, tried, patience).same and link:
+                return Channel(name, members, link)
+            if link is not None:
+                link.close()
+            _waiting.logger.warning(
+                "no %s control group for ranks %s (%s); votes go over %s, which is slower for many "
+                "ranks. If a rank has several network interfaces, set GLOO_SOCKET_IFNAME.",
+                kind,
+                list(members),
+                reason or "it failed on another rank",
+                instead,
+            )
         return Channel(name, members, by_store)
 
     def _tally(self, key: str, members: Ranks, value: int, whole: Patience) -> Verdict:
@@ -307,20 +327,27 @@ class Session:
             absence = self._whereabouts.absence(key, members, 0, patience, broken)
             raise AgreementBroken(absence) from None
 
-    def _try_gloo(self, name: str, members: Ranks, patience: Patience) -> tuple[Link | None, str]:
-        """Make a gloo link and ask it a question whose answer is known."""
-        if not dist.is_gloo_available():
+    def _try(
+        self, kind: str, name: str, members: Ranks, patience: Patience
+    ) -> tuple[Link | None, str]:
+        """Make a link of this kind and ask it a question whose answer is known."""
+        if kind == "gloo" and not dist.is_gloo_available():
             return None, "this torch has no gloo"
         index = members.index(self.rank)
         size = len(members)
+        seconds = patience.left / 2
+        link: Link
         try:
-            link = _transport.make_gloo(
-                self._store, name, members, self.rank, seconds=patience.left / 2
-            )
+            if kind == "tcp":
+                link = _sockets.connect(
+                    self._store, self._client, name, members, self.rank, seconds=seconds
+                )
+            else:
+                link = _transport.make_gloo(self._store, name, members, self.rank, seconds=seconds)
             asked = (index + 1, size - index)
             trial = Patience("control group trial", hard=min(TRIAL_S, patience.left))
             got = tuple(link.all_reduce_max(asked, trial))
-        except (RuntimeError, LinkBroken) as error:
+        except (RuntimeError, OSError, ImportError, LinkBroken) as error:
             return None, str(error)
         if got != (size, size):
             return None, f"expected ({size}, {size}) from a MAX over int64; got {got}"

@@ -30,6 +30,7 @@ class StoreClient:
         self._base = store
         self._on_idle = on_idle
         self._workers: dict[str, _Worker] = {}
+        self._stops: list[Callable[[], None]] = []
 
     def put(self, key: str, value: bytes, patience: Patience) -> None:
         """Set ``key``."""
@@ -56,14 +57,27 @@ class StoreClient:
 
     def wait(self, key: str, patience: Patience) -> bytes:
         """Return the value of ``key`` once somebody sets it."""
+        return self.wait_for_all([key], patience)[0]
+
+    def wait_for_all(self, keys: Sequence[str], patience: Patience) -> list[bytes]:
+        """Return the values of ``keys`` once all are set: two requests, whatever their number."""
         while True:
             # torch logs a warning each time a wait runs out, so these slices are long.
             seconds = min(STORE_SLICE_S, max(patience.left, 0.01))
-            found = self._call(partial(_get_within, key=key, seconds=seconds), patience, "wait")
+            found = self._call(partial(get_within, keys=keys, seconds=seconds), patience, "wait")
             if found is not None:
-                return bytes(found)
+                return list(map(bytes, found))
             if patience.left <= 0:
-                raise LinkBroken(f"nobody set {key!r}", expired=True)
+                raise LinkBroken(f"nobody set {' or '.join(map(repr, keys))}", expired=True)
+
+    def serve(self, name: str, work: Callable[[Any], None], stop: Callable[[], None]) -> None:
+        """Have a helper thread do ``work`` with a store, until :meth:`close` calls ``stop``."""
+        self._stops.append(stop)
+        self._start(name, work)
+
+    def tell(self, key: str, value: bytes) -> None:
+        """Set ``key`` soon: for a thread that must not wait."""
+        self._start("ask", lambda store: store.set(key, value))
 
     def close(self) -> None:
         """End the helper threads.
@@ -71,14 +85,19 @@ class StoreClient:
         Also called at exit: a thread that comes back from C++ while the interpreter is being
         finalized is ended by force, and C++ then aborts the process.
         """
+        while self._stops:
+            self._stops.pop()()
         for worker in list(self._workers.values()):
             worker.end()
         self._workers.clear()
 
-    def _call(self, work: Callable[[Any], Any], patience: Patience, worker: str = "ask") -> Any:
+    def _start(self, worker: str, work: Callable[[Any], Any]) -> _Request:
         if worker not in self._workers:
             self._workers[worker] = _Worker(self._base, worker, self._on_idle)
-        request = self._workers[worker].ask(work)
+        return self._workers[worker].ask(work)
+
+    def _call(self, work: Callable[[Any], Any], patience: Patience, worker: str = "ask") -> Any:
+        request = self._start(worker, work)
         until = time.monotonic() + max(patience.left, 0.0) + NAMING_S
         while not request.done.wait(SLICE_S):
             patience.look_up()
@@ -143,15 +162,17 @@ class _Worker:
             request.done.set()
 
 
-def _get_within(store: Any, *, key: str, seconds: float) -> bytes | None:
-    """Return the value of ``key``, or None when it is not set within ``seconds``."""
+def get_within(store: Any, *, keys: Sequence[str], seconds: float) -> list[Any] | None:
+    """Return the values of ``keys``, or None when they are not all set within ``seconds``."""
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError as error:  # DistStoreError is one; only its text says which kind
         if "imeout" in str(error) or "imed out" in str(error):
             return None
         raise
-    return bytes(store.get(key))
+    if len(keys) == 1 or not store.has_extended_api():
+        return [store.get(key) for key in keys]
+    return list(store.multi_get(keys))
 
 
 def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patience) -> T:

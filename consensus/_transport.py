@@ -1,4 +1,4 @@
-"""Carry the words of a vote over real groups: with `_store`, all that communicates here.
+"""Carry the words of a vote over process groups, or over the job's store.
 
 Every way to hold a vote answers the same requests, the elementwise maximum or sum of equally many
 words over fixed ranks, so one protocol runs over all of them.
@@ -163,8 +163,8 @@ class SmallGroupLink(GroupLink):
     gloo's allreduce is a ring, 2 (N - 1) hops deep, with a message for each word in each hop.
     This is one hop, and N - 1 messages a rank: half the time of one int32's allreduce on 2 ranks,
     and about all of it on 8, where 4 ranks share a core. As in the ring, nobody is done without
-    the words of all: gloo hands them over when both ends are in the call. (Its send and recv
-    would do for more ranks, but a slice of waiting that times out closes their connection.)
+    the words of all: gloo hands them over when both ends are in the call. More ranks would each
+    have too many peers; they vote over `_sockets`.
 
     Collectives: one all_to_all a message, of the message to each member, who reduces by itself; as
     :class:`GroupLink` for long messages.

@@ -69,6 +69,7 @@ def late_ranks(phase: str, broken: AgreementBroken) -> LateRanks:
         seconds=absent.seconds,
         reason=absent.reason,
         gone=absent.gone,
+        stacks=absent.stacks,
     )
 
 
@@ -86,6 +87,7 @@ def broken_error(vote: Vote, own: tuple[Failure, ...], broken: AgreementBroken) 
             tuple(failures[rank] for rank in sorted(failures)),
             recoverable=False,
             late_ranks=absent.late,
+            stacks=absent.stacks,
             advice=f"{_CLOSED if absent.closed else _LOST} ({tidy(absent.reason)}).",
         )
     if absent.closed:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from consensus._text import join_ranks
+from consensus.errors import stack_lines
 from consensus.vote import Ranks
 
 logger = logging.getLogger("consensus")
@@ -25,6 +26,7 @@ SLICE_S = 0.5  # longest uninterrupted wait of the calling thread
 STORE_SLICE_S = 10.0  # longest uninterrupted wait of a helper thread
 IDLE_S = 5.0  # how long a helper thread has nothing to do until it asks whether it is needed
 POST_AFTER_S = 1.0  # a rank that waits longer says in the store where it is
+MAX_LOG_LINES = 60  # of late ranks' stacks in one warning
 NAMING_S = 2.0  # how long late ranks are looked up before an error is raised without them
 
 
@@ -50,6 +52,7 @@ class Patience:
     on_wait: Callable[[], None] = lambda: None  # after POST_AFTER_S, once
     on_soft: Callable[[float], None] = lambda seconds: None  # after soft, once
     started: float = field(default_factory=time.monotonic)
+    stacks: dict[int, str] = field(default_factory=dict)  # of late ranks, if they were asked
     _posted: bool = False
     _warned: bool = False
 
@@ -66,7 +69,7 @@ class Patience:
     def look_up(self) -> None:
         """Do what is due after a slice without an answer."""
         waited = self.waited
-        if waited >= POST_AFTER_S and not self._posted:
+        if waited >= min(POST_AFTER_S, self.soft) and not self._posted:
             self._posted = True
             self.on_wait()
         if waited >= self.soft and not self._warned:
@@ -74,7 +77,9 @@ class Patience:
             self.on_soft(waited)
 
 
-def warn_late(phase: str, ranks: Ranks, seconds: float) -> None:
-    """Log that this rank still waits, and for whom."""
+def warn_late(patience: Patience, ranks: Ranks, seconds: float) -> None:
+    """Log that this rank still waits, for whom, and where they are if they said so."""
     who = join_ranks(ranks) if ranks else "ranks that did not post where they are"
-    logger.warning("%s: still waiting for %s after %.0f s", phase, who, seconds)
+    stacks = "".join(f"\n{line}" for line in stack_lines(patience.stacks, MAX_LOG_LINES))
+    text = "%s: still waiting for %s after %.0f s%s"
+    logger.warning(text, patience.phase, who, seconds, stacks)

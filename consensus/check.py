@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import consensus
 from consensus._clock import VoteClock
+from consensus._sockets import HopLink
 from consensus._text import join_ranks
 from consensus._transport import StoreLink
 from consensus.groups import BACKENDS, SOFT_DEADLINE_S
@@ -129,8 +130,11 @@ def _report(backend: str, accelerator: torch.device) -> str:
 
 
 def _transport_of(group: consensus.ControlGroup, backend: str) -> str:
-    if group.channel is not None and isinstance(group.channel.link, StoreLink):
+    link = None if group.channel is None else group.channel.link
+    if isinstance(link, StoreLink):
         return "the job's store"
+    if isinstance(link, HopLink):
+        return "connections between the ranks"
     return "the job's own group" if backend == "inherit" else "a private gloo group"
 
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consensus._text import join_ranks, ranks_are, says_transport, tidy, type_names
+from consensus._text import join_ranks, qualified_name, ranks_are, says_transport, tidy
 from consensus._wire import number_key
 
 # A message stays readable whatever the number of ranks; the attributes hold everything.
 MAX_CAUSES = 16  # lines
 MAX_PHASES = 8
 MAX_VALUES = 8
+MAX_STACK_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class GroupFailure(ConsensusError):
         fatal: A rank is leaving for good (KeyboardInterrupt, SystemExit, ...).
         phases: Where every rank was, when not all were in the same phase.
         late_ranks: Ranks that never came to this agreement.
+        stacks: As in :class:`LateRanks`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class GroupFailure(ConsensusError):
         fatal: bool = False,
         phases: Mapping[int, str] | None = None,
         late_ranks: tuple[int, ...] = (),
+        stacks: Mapping[int, str] | None = None,
         advice: str = "",
     ) -> None:
         """Compose the message; every argument is kept as an attribute."""
@@ -81,11 +84,12 @@ class GroupFailure(ConsensusError):
         self.fatal = fatal
         self.phases = dict(phases or {})
         self.late_ranks = late_ranks
+        self.stacks = dict(stacks or {})
         super().__init__(self._compose(advice))
 
     def caused_by(self, kind: type[BaseException]) -> bool:
         """Return whether any rank failed with ``kind`` or a subclass; equal on all ranks."""
-        name = type_names(kind)[0]
+        name = qualified_name(kind)
         return any(name in failure.type_names for failure in self.failures)
 
     def _compose(self, advice: str) -> str:
@@ -97,6 +101,7 @@ class GroupFailure(ConsensusError):
             lines += _fit([f"  {where}" for where in _where(self.phases)], MAX_PHASES)
         if self.late_ranks:
             lines.append(f"  {join_ranks(self.late_ranks)} did not come to this agreement")
+        lines += stack_lines(self.stacks, MAX_STACK_LINES)
         if not self.recoverable:
             lines.append("  The group cannot go on: " + (advice or _why_not(self)))
         return "\n".join(lines)
@@ -169,6 +174,9 @@ class LateRanks(ConsensusError):
         phases: Rank -> the phase it last posted; a rank that never had to wait has posted none.
         seconds: How long this rank waited.
         gone: Whether a connection broke, rather than a deadline passed.
+        stacks: Rank -> where its Python threads were when this rank asked, or why it did not say;
+            of the first few of ``ranks``, if this rank called :func:`watch`. The message holds the
+            beginning.
     """
 
     def __init__(
@@ -180,6 +188,7 @@ class LateRanks(ConsensusError):
         seconds: float = 0.0,
         reason: str = "",
         gone: bool = False,
+        stacks: Mapping[int, str] | None = None,
     ) -> None:
         """Compose the message; ``reason`` is the transport's own text, if it gave one."""
         self.phase = phase
@@ -187,6 +196,7 @@ class LateRanks(ConsensusError):
         self.phases = dict(phases or {})
         self.seconds = seconds
         self.gone = gone
+        self.stacks = dict(stacks or {})
         if ranks and gone:
             whose = "its connection" if len(ranks) == 1 else "their connections"
             lines = [f"{phase}: {join_ranks(ranks)} {ranks_are(ranks)} gone, {whose} broke"]
@@ -199,6 +209,7 @@ class LateRanks(ConsensusError):
             ]
         seen = _invert(self.phases).items()
         lines += _fit([f"  {join_ranks(who)} last seen in {at!r}" for at, who in seen], MAX_PHASES)
+        lines += stack_lines(self.stacks, MAX_STACK_LINES)
         if reason:
             lines.append(f"  the transport said: {tidy(reason)}")
         super().__init__("\n".join(lines))
@@ -229,6 +240,12 @@ def _where(phases: Mapping[int, str]) -> list[str]:
         f"{join_ranks(ranks)} {ranks_are(ranks)} in {phase!r}"
         for phase, ranks in _invert(phases).items()
     ]
+
+
+def stack_lines(stacks: Mapping[int, str], limit: int) -> list[str]:
+    """Return up to ``limit`` lines that say where ranks are, those at the same place together."""
+    texts = [f"  {join_ranks(who)}: {text}" for text, who in _invert(stacks).items()]
+    return _fit([text.replace("\n", "\n    ") for text in texts], limit)
 
 
 def who_holds(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:

@@ -41,6 +41,7 @@ class ControlGroup:
         ranks: Global ranks, sorted. Before planning, those this rank can see by itself; planning
             may find more, through peers whose scopes overlap.
         world_size: How many ranks that is; 1 when nothing is distributed.
+        soft_timeout: Seconds after which a vote that waits still warns of late ranks. May be set.
     """
 
     def __init__(self, source: Source, *, timeout: float | None, backend: str) -> None:
@@ -51,6 +52,7 @@ class ControlGroup:
         self._source = None if isinstance(source, Optimizer) else source
         self._timeout = timeout
         self._backend = backend
+        self.soft_timeout = SOFT_DEADLINE_S
         self.is_kept = True  # by the caller; else made for one call, and planned as the last such
         self._manifest: Manifest | None = None
         self._problem: ValueError | None = None
@@ -226,7 +228,7 @@ class ControlGroup:
         assert self._plan is not None
         assert self._channel is not None
         hard = self.hard_deadline if timeout is None else timeout
-        patience = Patience(vote.phase, hard, SOFT_DEADLINE_S)
+        patience = Patience(vote.phase, hard, self.soft_timeout)
         return self._session.vote(vote, self._plan, self._channel, patience=patience)
 
     def close(self, reason: str) -> None:

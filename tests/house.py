@@ -19,9 +19,12 @@ PURE = {
     "consensus/vote.py",
     "consensus/enclosure.py",
     "consensus/placement.py",
+    "consensus/_hops.py",
     "consensus/_planning.py",
     "consensus/_protocol.py",
     "consensus/_text.py",
+    "consensus/_tours.py",
+    "consensus/_trace.py",
     "consensus/_wire.py",
     "adapters/_plan.py",
     "adapters/_owners.py",
@@ -31,6 +34,7 @@ PURE = {
 # Where a collective may stand. Elsewhere it would be one that no agreement knows of.
 MAY_COMMUNICATE = (
     "consensus/_transport.py",
+    "consensus/_sockets.py",
     "adapters/_reshard.py",
     "adapters/_transports.py",
     "consensus/testing/*",

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from consensus._hops import WAYS
 from consensus._planning import plan
-from consensus._protocol import INLINE_RANGES, header_words
+from consensus._protocol import INLINE_RANGES, decide, header_words
 from consensus.enclosure import Plan, Scope, plan_of
-from consensus.testing import Simulation, simulate
-from consensus.vote import Ranks, Vote
+from consensus.testing import Deadlock, Simulation, simulate
+from consensus.testing._simulate import by_hops
+from consensus.vote import Decision, Ranks, Vote
 from tests.simulated import fact, failed, hold_vote, ranks_of
 
 SIZES = (2, 3, 16, 100)
@@ -116,6 +118,63 @@ def test_rows_and_columns_of_a_mesh_cost_two_words(rows: int, columns: int) -> N
         for rank, own in held(scopes).items()
     }
     assert sizes(votes, found) == [2]
+
+
+# ---- votes as messages between ranks ----
+
+
+def hopping(votes: Mapping[int, Vote], way: str | None = None) -> tuple[Simulation, Decision]:
+    """Return the run of one vote by messages between ranks, and what all conclude."""
+    found = Plan(tuple(sorted(votes)))
+    run = simulate(
+        {
+            rank: by_hops(decide(vote, found.ballot(rank=rank, sequence=0)), rank, way)
+            for rank, vote in votes.items()
+        }
+    )
+    assert run.errors == {}
+    assert run.collectives == []
+    decision: Decision = run.results[min(votes)]
+    assert list(run.results.values()) == [decision] * len(votes)
+    return run, decision
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 5, 9, 12])
+def test_a_failure_is_heard_by_all_whatever_the_way(way: str, size: int) -> None:
+    votes = {10 * rank: Vote("step") for rank in range(size)}
+    votes[10] = failed(10)
+    _, decision = hopping(votes, way)
+    assert decision == hold_vote(votes).results[10]
+    assert [failure.rank for failure in decision.failures] == [10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "depth", "messages"),
+    [(2, 1, 2), (8, 1, 56), (9, 4, 36), (64, 6, 384), (100, 7, 700), (1024, 10, 10240)],
+)
+def test_a_healthy_vote_is_one_message_a_rank_in_each_of_log_n_rounds(
+    size: int, depth: int, messages: int
+) -> None:
+    run, _ = hopping(dict.fromkeys(range(size), Vote("step")))
+    assert set(run.depth.values()) == {depth}
+    assert len(run.messages) == messages
+    assert {words for _, _, words in run.messages} == {2}
+
+
+@pytest.mark.slow
+def test_the_three_messages_of_a_failure_are_three_times_as_deep() -> None:
+    run, decision = hopping({rank: failed(rank) if rank == 3 else Vote("s") for rank in range(33)})
+    assert decision.failed_ranks == (3,)
+    assert set(run.depth.values()) == {3 * 6}
+    assert len(run.messages) == 3 * 6 * 33
+
+
+def test_a_rank_that_does_not_exchange_is_a_deadlock_that_names_it() -> None:
+    ballots = {rank: Plan(ranks_of(9)).ballot(rank=rank, sequence=0) for rank in range(8)}
+    with pytest.raises(Deadlock, match=r"rank 0 waits in an exchange, for messages of rank 8"):
+        simulate({r: by_hops(decide(Vote("step"), at), r) for r, at in ballots.items()})
 
 
 # ---- planning ----
