@@ -1,16 +1,26 @@
-"""Who is late, and where: what ranks that wait post in the store, and what is read from it."""
+"""Who is late, and where: what ranks that wait post in the store, and what is read from it.
+
+[Note: a wait that cannot end]
+A rank that leaves a block early, with an error or without, votes at its end. If the block holds
+another one, of another group, a peer may wait in that for this rank: each for the other, in two
+groups. So a rank that waits inside of blocks reads, from time to time, who waits at the end of
+those. If one is there that it waits for, and that has not been in its meeting, neither wait would
+end: it leaves its own, with an error that brings it to where the other is. What a rank posts says
+how often it has come to each place, so that nobody is taken for missing that has been there.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from consensus import _waiting
 from consensus._store import StoreClient
+from consensus._text import join_ranks
 from consensus._waiting import LinkBroken, Patience
 from consensus._watch import Watcher, is_stack
 from consensus.errors import Failure
@@ -39,6 +49,14 @@ class AgreementBroken(Exception):
         self.absence = absence
 
 
+class Meeting(NamedTuple):
+    """Where ranks meet: the ``number``-th time under this name."""
+
+    name: str
+    number: int
+    members: Ranks
+
+
 class Post(NamedTuple):
     """What a rank that waits, or has given up, says of itself."""
 
@@ -46,6 +64,28 @@ class Post(NamedTuple):
     phase: str
     failures: tuple[Failure, ...] = ()
     expired: bool = False  # its deadline had passed, so it closed its connections
+    begun: Mapping[str, int] = {}  # name -> how often it has come to meet there
+
+
+class Block(Protocol):
+    """A block that is open on this rank, and what it will be decided on."""
+
+    name: str
+    members: Ranks
+    sequence: int  # number of the next vote
+
+
+class Elsewhere(LinkBroken):
+    """Ranks that this one waits for wait for it elsewhere, so neither wait would end."""
+
+    def __init__(self, posts: Mapping[int, Post], phase: str) -> None:
+        where = sorted({post.phase for post in posts.values()})
+        text = " and ".join(map(repr, where))
+        who = join_ranks(tuple(posts))
+        super().__init__(
+            f"{who} did not come to {phase!r}, but to the end of {text} around it", expired=False
+        )
+        self.posts = posts
 
 
 class Whereabouts:
@@ -60,7 +100,7 @@ class Whereabouts:
     def post(self, name: str, post: Post) -> None:
         """Say where this rank is; silently nothing when the store does not answer."""
         said = [[f.rank, f.type_name, f.message, list(f.type_names)] for f in post.failures[:4]]
-        value = json.dumps([post.sequence, post.phase, said, post.expired]).encode()
+        value = json.dumps([post.sequence, post.phase, said, post.expired, post.begun]).encode()
         try:
             self._client.put(f"{name}/at/{self._rank}", value, _brief_patience())
         except LinkBroken:
@@ -77,11 +117,38 @@ class Whereabouts:
         self._ask_where(late, f"{name}/stack/{sequence}/soft", patience)
         _waiting.warn_late(patience, late, seconds)
 
+    def look_around(self, meeting: Meeting, around: Sequence[Block], patience: Patience) -> None:
+        """Leave a wait that cannot end; see [Note: a wait that cannot end].
+
+        Raises:
+            Elsewhere: A rank of the meeting waits at the end of a block around this rank.
+        """
+        for block in around:
+            others = set(meeting.members) & set(block.members) - {self._rank}
+            if block.name == meeting.name or not others:
+                continue
+            try:
+                posts = self._read(block.name, tuple(sorted(others)))
+            except LinkBroken:
+                return
+            away = {
+                rank: post
+                for rank, post in posts.items()
+                if post.sequence == block.sequence
+                and post.begun.get(meeting.name, 0) <= meeting.number
+            }
+            if away:
+                raise Elsewhere(away, patience.phase)
+
     def absence(
         self, name: str, members: Ranks, sequence: int, patience: Patience, broken: LinkBroken
     ) -> Absence:
         """Ask the store who came; peers that met the same error need a moment to post."""
         seconds, reason = patience.waited, str(broken)
+        if isinstance(broken, Elsewhere):
+            phases = {rank: post.phase for rank, post in broken.posts.items()}
+            failures = tuple(f for post in broken.posts.values() for f in post.failures)
+            return Absence(tuple(phases), phases, failures, seconds, reason)
         until = time.monotonic() + (0.0 if broken.expired else _waiting.NAMING_S / 2)
         posts: Mapping[int, Post] = {}
         while True:
@@ -123,12 +190,12 @@ class Whereabouts:
         for rank in members:
             data = self._client.peek(f"{name}/at/{rank}", patience)
             if data is not None:
-                sequence, phase, said, expired = json.loads(data)
+                sequence, phase, said, expired, begun = json.loads(data)
                 failures = tuple(
                     Failure(failed, kind, message, "", tuple(names))
                     for failed, kind, message, names in said
                 )
-                posts[rank] = Post(sequence, phase, failures, expired)
+                posts[rank] = Post(sequence, phase, failures, expired, begun)
         return posts
 
     def _late(self, posts: Mapping[int, Post], members: Ranks, sequence: int) -> Ranks:

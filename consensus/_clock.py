@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from consensus._session import Channel
+from consensus._channel import Channel
 from consensus._transport import Link
 from consensus._waiting import Patience
 

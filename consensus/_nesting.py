@@ -10,7 +10,8 @@ then it refuses any further agreement of the group, for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import threading
+from typing import Any
 
 from consensus.errors import ConsensusError
 
@@ -18,7 +19,7 @@ from consensus.errors import ConsensusError
 class OpenPhase:
     """A block that has been entered and not yet left."""
 
-    def __init__(self, group: Hashable) -> None:
+    def __init__(self, group: Any) -> None:
         self.group = group
         self.decided: ConsensusError | None = None
 
@@ -37,7 +38,7 @@ class Nesting:
     def __init__(self) -> None:
         self._open: list[OpenPhase] = []
 
-    def enter(self, group: Hashable) -> OpenPhase:
+    def enter(self, group: Any) -> OpenPhase:
         """Open a block that will be decided on ``group``; refuse it as :meth:`refuse` says."""
         self.refuse(group)
         phase = OpenPhase(group)
@@ -49,14 +50,29 @@ class Nesting:
         if phase in self._open:
             del self._open[self._open.index(phase) :]
 
-    def refuse(self, group: Hashable) -> None:
+    def refuse(self, group: Any) -> None:
         """Raise what ``group`` has decided on, while a block around this is open on that group."""
         for phase in self._open:
             if phase.group is group and phase.decided is not None:
                 raise phase.decided
 
-    def decide(self, group: Hashable, error: ConsensusError) -> None:
+    def decide(self, group: Any, error: ConsensusError) -> None:
         """Note that ``group`` decided on ``error``: its enclosing blocks pass it."""
         for phase in self._open:
             if phase.group is group:
                 phase.decided = error
+
+    def around(self) -> list[Any]:
+        """Return the groups of the open blocks, the innermost first."""
+        return [phase.group for phase in reversed(self._open) if phase.group is not None]
+
+
+_local = threading.local()
+
+
+def nesting() -> Nesting:
+    """Return the blocks that are open on this thread."""
+    if not hasattr(_local, "nesting"):
+        _local.nesting = Nesting()
+    found: Nesting = _local.nesting
+    return found

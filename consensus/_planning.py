@@ -125,16 +125,21 @@ def _last_clears_up(key: str, members: Ranks, keys: tuple[str, ...]) -> StorePro
         yield Drop((*keys, f"{key}/gone"))
 
 
+def plan_name(ranks: Ranks) -> str:
+    """Return under which name the ranks of a scope plan, each time in a round of its own."""
+    return f"plan/{scope_id(ranks)}"
+
+
 def plan(
-    scopes: Sequence[Scope], *, rank: int, rounds: Mapping[Ranks, int]
+    scopes: Sequence[Scope], *, rank: int, rounds: Mapping[Ranks, int | str]
 ) -> StoreProtocol[Planned]:
     """Agree with every rank this one is tied to on who votes together.
 
     Args:
         scopes: Every scope of this rank; at least one, each containing ``rank``.
         rank: This rank, global.
-        rounds: Scope -> how often this rank has planned with it before. Ranks that share a scope
-            meet under (scope, round), so plans of different optimizers do not mix.
+        rounds: Scope -> which time this is, the same on its ranks and never again. They meet
+            under (scope, round), so plans of different optimizers do not mix.
 
     Returns:
         The plan, equal on all its members.
@@ -144,7 +149,7 @@ def plan(
     """
     own = maximal(scope.ranks for scope in scopes)
     held = digest([b"%d" % len(own), *sorted(_manifest_bytes(scope) for scope in scopes)])
-    keys = {ranks: f"plan/{scope_id(ranks)}/{rounds.get(ranks, 0)}" for ranks in own}
+    keys = {ranks: f"{plan_name(ranks)}/{rounds.get(ranks, 0)}" for ranks in own}
     try:
         uniform = True
         for ranks in own:  # sorted, so the order is the same wherever scopes are shared

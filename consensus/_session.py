@@ -10,16 +10,19 @@ import secrets
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from consensus import _hops, _sockets, _store, _transport, _waiting, log
-from consensus._absence import Absence, AgreementBroken, Post, Whereabouts
-from consensus._planning import Planned, Verdict, plan, tally
+from consensus._absence import Absence, AgreementBroken, Meeting, Post, Whereabouts
+from consensus._channel import Channel
+from consensus._nesting import nesting
+from consensus._planning import Planned, Verdict, plan, plan_name, tally
 from consensus._protocol import decide
 from consensus._sockets import HopLink
 from consensus._store import StoreClient
@@ -28,47 +31,14 @@ from consensus._transport import GroupLink, Link, StoreLink
 from consensus._waiting import LinkBroken, Patience
 from consensus._watch import Watcher
 from consensus._wire import digest
-from consensus.enclosure import Plan, Scope, maximal, scope_id
+from consensus.enclosure import Plan, Scope, maximal
 from consensus.errors import EnclosureError, Failure
-from consensus.vote import Decision, Ranks, Vote
+from consensus.vote import Decision, Fact, Ranks, Vote
 
 T = TypeVar("T")
 
 TRIAL_S = 30.0  # a fresh gloo group must answer a known question within this
 TORCH_TIMEOUT_S = float(distributed_c10d.default_pg_timeout.total_seconds())
-
-
-@dataclass(slots=True)
-class Channel:
-    """One control group: who votes on it, over which link, and how many votes it has held."""
-
-    name: str
-    members: Ranks
-    link: Link
-    sequence: int = 0
-    wounded: bool = False  # a failure was decided here, and no step has succeeded since
-    closed: str = ""  # why it can no longer be used
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    # Weak: the session lives until the default group is gone, which may be one of these.
-    _data_groups: dict[Ranks, list[weakref.ref[Any]]] = field(default_factory=dict)
-
-    def watch(self, data_groups: Mapping[Ranks, Sequence[Any]]) -> None:
-        """Compare, after a failure, how far these groups have come on each rank of their scope."""
-        for ranks, groups in data_groups.items():
-            known = self._data_groups.setdefault(ranks, [])
-            known += [ref for ref in map(weakref.ref, groups) if ref not in known]
-
-    def positions(self) -> tuple[tuple[Ranks, int], ...]:
-        """Return, for each scope, a digest of how many collectives its groups have seen."""
-        return tuple(
-            (ranks, digest(b"%d" % _sequence_number(ref()) for ref in groups))
-            for ranks, groups in sorted(self._data_groups.items())
-        )
-
-    def data_plane(self) -> tuple[tuple[str, int], ...]:
-        """Return the name of each of these groups, and the number of its last collective."""
-        groups = (ref() for refs in self._data_groups.values() for ref in refs)
-        return tuple((g.group_name, _sequence_number(g)) for g in groups if g is not None)
 
 
 class Session:
@@ -91,8 +61,9 @@ class Session:
         world = distributed_c10d._world
         # Ranks that are threads have a world each, which no helper thread can see.
         self._world = world if type(world) is distributed_c10d._World else None
-        self._rounds: Counter[Ranks] = Counter()
-        self._attempts: Counter[int] = Counter()  # of making a plan's channel, that failed
+        self._rounds: Counter[Ranks] = Counter()  # of planning, that came about
+        self._begun: Counter[str] = Counter()  # name -> how often this rank has come to meet there
+        self._renewals: list[tuple[Ranks, str]] = []  # the latest first: see `renew`
         self._plans: dict[tuple[Scope, ...], Planned] = {}
         self._channels: dict[tuple[int, str], Channel] = {}  # by plan and backend
         self.lock = threading.RLock()
@@ -134,19 +105,26 @@ class Session:
             AgreementBroken: Some of them did not come.
         """
         own = maximal(scope.ranks for scope in scopes)
-        names = {ranks: f"plan/{scope_id(ranks)}/{self._rounds[ranks]}" for ranks in own}
+        meetings = {ranks: self._meeting(plan_name(ranks), ranks) for ranks in own}
+        names = {ranks: f"{each.name}/{each.number}" for ranks, each in meetings.items()}
+        rounds = {ranks: name.removeprefix(f"{plan_name(ranks)}/") for ranks, name in names.items()}
 
         def post() -> None:
             for name in names.values():
                 self._whereabouts.post(name, Post(0, patience.phase))
 
-        patience.on_wait = post
+        def look_around() -> None:
+            for each in meetings.values():
+                self._whereabouts.look_around(each, nesting().around(), patience)
+
+        patience.on_wait, patience.on_slice = post, look_around
         with self.lock:
-            protocol = plan(scopes, rank=self.rank, rounds=self._rounds)
+            # Also when it fails, on every rank, so that a second try meets under other names.
+            self._begun.update(each.name for each in meetings.values())
+            protocol = plan(scopes, rank=self.rank, rounds=rounds)
             try:
                 planned = _store.drive_store(protocol, self._client, patience)
             except LinkBroken as broken:
-                self._rounds.update(own)  # on every rank, so a second try meets in the next round
                 found = [
                     self._whereabouts.absence(name, ranks, 0, patience, broken)
                     for ranks, name in names.items()
@@ -156,9 +134,13 @@ class Session:
             self._rounds.update(own)
         return planned
 
-    def times_planned(self, scopes: Sequence[Scope]) -> tuple[tuple[Ranks, int], ...]:
+    def identity(self, scopes: Sequence[Scope]) -> tuple[Fact, ...]:
         """Return how often each of these scopes has been planned with; equal on its ranks."""
-        return tuple((ranks, self._rounds[ranks]) for ranks in maximal(s.ranks for s in scopes))
+        times = {ranks: self._rounds[ranks] for ranks in maximal(s.ranks for s in scopes)}
+        return tuple(
+            Fact("optimizer", b"%d" % n, partial(dict, {"": f"number {n} planned here"}), ranks)
+            for ranks, n in times.items()
+        )
 
     def plan_named(self, scopes: tuple[Scope, ...], *, again: bool, patience: Patience) -> Planned:
         """Return the plan for scopes that a caller names.
@@ -244,16 +226,21 @@ class Session:
     ) -> T:
         """Return what the members exchange; when a link breaks, close and find out who is late."""
         sequence = channel.sequence
+        meeting = Meeting(channel.name, sequence, channel.members)
 
         def post(*, expired: bool = False) -> None:
-            said = Post(sequence, patience.phase, failures, expired)
+            said = Post(sequence, patience.phase, failures, expired, self._begun)
             self._whereabouts.post(channel.name, said)
 
         def warn(seconds: float) -> None:
             self._whereabouts.warn(channel.name, channel.members, sequence, patience)
 
-        patience.on_wait, patience.on_soft = post, warn
+        def look_around() -> None:
+            self._whereabouts.look_around(meeting, nesting().around(), patience)
+
+        patience.on_wait, patience.on_soft, patience.on_slice = post, warn, look_around
         channel.sequence += 1
+        self._begun[channel.name] = channel.sequence
         try:
             return exchange()
         except LinkBroken as broken:
@@ -269,19 +256,41 @@ class Session:
         channel.closed = channel.closed or reason
         channel.link.close()
 
+    def renew(self, within: Channel) -> None:
+        """Start anew with all that lies inside a group which has decided on a failure.
+
+        A rank may have come to that decision from a wait inside, which it then left for good: see
+        [Note: a wait that cannot end]. All members know of the decision, so all drop the channels
+        that lie inside, and meet again under names that nobody has waited for.
+        """
+        token = f"{digest([within.name.encode(), b'%d' % within.sequence]):016x}"
+        inside = [ranks for ranks, _ in self._renewals if set(ranks) <= set(within.members)]
+        self._renewals = [each for each in self._renewals if each[0] not in inside]
+        self._renewals.insert(0, (within.members, token))
+        with self.lock:
+            for key, channel in list(self._channels.items()):
+                if channel is not within and set(channel.members) <= set(within.members):
+                    del self._channels[key], self._begun[channel.name]
+                    channel.renewed = True
+                    self.close(channel, "a failure was decided around it")
+
+    def _meeting(self, name: str, members: Ranks) -> Meeting:
+        """Return where these ranks meet next under ``name``, the same on all of them."""
+        tokens = (token for ranks, token in self._renewals if set(members) <= set(ranks))
+        name = "/".join([name, *([token] if (token := next(tokens, "")) else [])])
+        return Meeting(name, self._begun[name], members)
+
     # ---- making a channel ----
 
     def _make_channel(
         self, plan: Plan, backend: str, inherited: Link | None, patience: Patience
     ) -> Channel:
         members = plan.members
-        key = f"channel/{plan.key:016x}/{self._attempts[plan.key]}"
+        meeting = self._meeting(f"channel/{plan.key:016x}", members)
+        self._begun[meeting.name] += 1  # on every member, also when it fails
+        key = f"{meeting.name}/{meeting.number}"
         wanted = digest([plan.key.to_bytes(8, "little"), backend.encode()])
-        try:
-            met = self._tally(key, members, wanted, patience)
-        except AgreementBroken:
-            self._attempts[plan.key] += 1  # on every member
-            raise
+        met = self._tally(key, members, wanted, patience, meeting)
         if not met.same:
             raise EnclosureError(
                 f"ranks {list(members)} want different control groups; they must pass the same "
@@ -317,9 +326,15 @@ class Session:
             )
         return Channel(name, members, by_store)
 
-    def _tally(self, key: str, members: Ranks, value: int, whole: Patience) -> Verdict:
+    def _tally(
+        self, key: str, members: Ranks, value: int, whole: Patience, meeting: Meeting | None = None
+    ) -> Verdict:
         patience = Patience(whole.phase, hard=whole.left)  # posts once, so one for each key
         patience.on_wait = lambda: self._whereabouts.post(key, Post(0, patience.phase))
+        if meeting is not None:
+            patience.on_slice = lambda: self._whereabouts.look_around(
+                meeting, nesting().around(), patience
+            )
         protocol = tally(key, members, value, nonce=secrets.token_hex(8))
         try:
             return _store.drive_store(protocol, self._client, patience)
@@ -352,15 +367,6 @@ class Session:
         if got != (size, size):
             return None, f"expected ({size}, {size}) from a MAX over int64; got {got}"
         return link, ""
-
-
-def _sequence_number(group: Any) -> int:
-    if group is None:  # it has been destroyed
-        return -1
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that does not count
-        return 0
 
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()

@@ -30,6 +30,7 @@ class StoreClient:
         self._base = store
         self._on_idle = on_idle
         self._workers: dict[str, _Worker] = {}
+        self._left: list[_Worker] = []  # still in a request that nobody waits for any more
         self._stops: list[Callable[[], None]] = []
 
     def put(self, key: str, value: bytes, patience: Patience) -> None:
@@ -87,9 +88,10 @@ class StoreClient:
         """
         while self._stops:
             self._stops.pop()()
-        for worker in list(self._workers.values()):
+        for worker in (*self._workers.values(), *self._left):
             worker.end()
         self._workers.clear()
+        self._left.clear()
 
     def _start(self, worker: str, work: Callable[[Any], Any]) -> _Request:
         if worker not in self._workers:
@@ -99,14 +101,21 @@ class StoreClient:
     def _call(self, work: Callable[[Any], Any], patience: Patience, worker: str = "ask") -> Any:
         request = self._start(worker, work)
         until = time.monotonic() + max(patience.left, 0.0) + NAMING_S
-        while not request.done.wait(SLICE_S):
-            patience.look_up()
-            if time.monotonic() > until:
-                self._workers.pop(worker, None)  # stuck; the next request starts another
-                raise LinkBroken(
-                    "the store does not answer; the process that hosts it may be stopped or gone",
-                    expired=True,
-                )
+        try:
+            while not request.done.wait(SLICE_S):
+                patience.look_up()
+                if time.monotonic() > until:
+                    raise LinkBroken(
+                        "the store does not answer; the process that hosts it may be stopped or "
+                        "gone",
+                        expired=True,
+                    )
+        except BaseException:
+            left = self._workers.pop(worker, None)  # at work still; the next request has another
+            if left is not None:
+                left.end_soon()
+                self._left.append(left)
+            raise
         if request.error is not None:
             raise LinkBroken(f"the store failed: {request.error}", expired=False)
         return request.result
@@ -137,8 +146,11 @@ class _Worker:
         self._requests.put(request)
         return request
 
-    def end(self) -> None:
+    def end_soon(self) -> None:
         self._requests.put(None)
+
+    def end(self) -> None:
+        self.end_soon()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
 

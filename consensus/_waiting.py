@@ -51,10 +51,13 @@ class Patience:
     soft: float = 60.0  # seconds until late ranks are named in a warning
     on_wait: Callable[[], None] = lambda: None  # after POST_AFTER_S, once
     on_soft: Callable[[float], None] = lambda seconds: None  # after soft, once
+    # When it has waited for a second, two, four, and so on; may end the wait: LinkBroken.
+    on_slice: Callable[[], None] = lambda: None
     started: float = field(default_factory=time.monotonic)
     stacks: dict[int, str] = field(default_factory=dict)  # of late ranks, if they were asked
     _posted: bool = False
     _warned: bool = False
+    _looks_next: float = POST_AFTER_S
 
     @property
     def waited(self) -> float:
@@ -75,6 +78,9 @@ class Patience:
         if waited >= self.soft and not self._warned:
             self._warned = True
             self.on_soft(waited)
+        if waited >= self._looks_next:
+            self._looks_next = 2 * waited  # so that many ranks that wait for long ask seldom
+            self.on_slice()
 
 
 def warn_late(patience: Patience, ranks: Ranks, seconds: float) -> None:

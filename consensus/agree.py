@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from consensus import _capture, _seams
 from consensus._absence import AgreementBroken
 from consensus._compile import untraced
-from consensus._nesting import Nesting
+from consensus._nesting import nesting
 from consensus._sources import Source
 from consensus._text import bounded, message_of, short_name, traceback_of, type_names
 from consensus._verdict import broken_error, error_of
@@ -248,6 +247,8 @@ def hold(
         decision, decided = None, broken_error(vote, vote.failures, broken)
     if isinstance(decided, GroupFailure) and group.channel is not None:
         group.channel.wounded = True
+        if decision is not None:
+            group.renew_inside()
         if decided.fatal:
             group.close("a rank left for good")
     if fatal:
@@ -346,14 +347,3 @@ def _group_to_agree_in(phase: str, source: Source) -> ControlGroup:
             "capture, and in no replay. Hold it outside of the capture."
         )
     return group
-
-
-_local = threading.local()
-
-
-def nesting() -> Nesting:
-    """Return the blocks that are open on this thread."""
-    if not hasattr(_local, "nesting"):
-        _local.nesting = Nesting()
-    found: Nesting = _local.nesting
-    return found

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from consensus import placement
 from consensus._absence import AgreementBroken
+from consensus._channel import Channel
 from consensus._data_links import link_over_data_groups
 from consensus._manifest import Manifest, read_manifest
-from consensus._session import TORCH_TIMEOUT_S, Channel, Session, current_session
+from consensus._session import TORCH_TIMEOUT_S, Session, current_session
 from consensus._sources import Source, backend_facts, flatten, group_ranks, mesh_ranks
 from consensus._tours import TOURS
 from consensus._transport import Link
-from consensus._verdict import late_ranks, raise_conflict, raise_if_decided
+from consensus._verdict import broken_error, late_ranks, raise_conflict, raise_if_decided
 from consensus._waiting import Patience
 from consensus.enclosure import Plan, Scope, components
 from consensus.errors import EnclosureError
@@ -139,28 +140,29 @@ class ControlGroup:
             return self._plan
         patience = Patience("planning", hard=self._hard(timeout), soft=SOFT_DEADLINE_S)
         ask = session.plan if self._optimizer else partial(session.plan_named, again=self.is_kept)
-        before = session.times_planned(self._scopes)
+        identity = session.identity(self._scopes)
         try:
             planned = ask(self._scopes, patience=patience)
         except AgreementBroken as broken:
-            raise late_ranks("planning", broken) from None
+            raise broken_error(Vote("planning"), (), broken) from None
         raise_conflict(planned.conflict)
-        self._plan = planned.plan
-        self._identity = tuple(_planned_as(number, ranks) for ranks, number in before)
+        self._plan, self._identity = planned.plan, identity
         return self._plan
 
     def connect(self, timeout: float | None = None) -> ControlGroup:
         """Plan and make the private group, unless that is done or nothing is distributed."""
         plan, session = self.plan(timeout), self._session
-        if self._channel is None and plan is not None and session is not None:
+        before = self._channel
+        if (before is None or before.renewed) and plan is not None and session is not None:
             patience = Patience("making the control group", hard=self._hard(timeout))
             try:
                 channel = session.channel(
                     plan, self._backend, self._inherited(plan), patience=patience
                 )
             except AgreementBroken as broken:
-                raise late_ranks("making the control group", broken) from None
+                raise broken_error(Vote(patience.phase), (), broken) from None
             channel.watch(self._data_groups())
+            channel.wounded = channel.wounded or before is not None
             self._channel = channel
         return self
 
@@ -203,7 +205,7 @@ class ControlGroup:
         """
         if current_session() is not self._session:
             return "torch's process groups were made anew or destroyed"
-        if self._channel is not None and self._channel.closed:
+        if self._channel is not None and self._channel.closed and not self._channel.renewed:
             return f"the control group was closed ({self._channel.closed})"
         groups = self._param_groups()
         if self._manifest is None or self._manifest.is_current(groups):
@@ -222,7 +224,7 @@ class ControlGroup:
         Raises:
             AgreementBroken: It did not come about.
         """
-        if self._channel is None:
+        if self._channel is None or self._channel.renewed:
             self.prepare(timeout)
         assert self._session is not None
         assert self._plan is not None
@@ -235,6 +237,11 @@ class ControlGroup:
         """Close the group for good; members that wait in it get an error."""
         if self._session is not None and self._channel is not None:
             self._session.close(self._channel, reason)
+
+    def renew_inside(self) -> None:
+        """Start anew with the groups inside this one, which has decided on a failure."""
+        if self._session is not None and self._channel is not None:
+            self._session.renew(self._channel)
 
     @property
     def channel(self) -> Channel | None:
@@ -388,9 +395,3 @@ def control_device(group: Source = None, *, hint: torch.device | str | None = No
 
 
 _by_optimizer: weakref.WeakKeyDictionary[Optimizer, ControlGroup] = weakref.WeakKeyDictionary()
-
-
-def _planned_as(number: int, ranks: Ranks) -> Fact:
-    return Fact(
-        "optimizer", b"%d" % number, lambda: {"": f"number {number} planned here"}, scope=ranks
-    )

@@ -38,7 +38,7 @@ from consensus._waiting import logger
 from consensus.vote import Decision, Vote
 
 if TYPE_CHECKING:
-    from consensus._session import Channel
+    from consensus._channel import Channel
 
 __all__ = ["Agreement", "Clock", "clear", "dump", "merge", "records"]
 

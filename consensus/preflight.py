@@ -37,7 +37,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from consensus import _capture, _seams
 from consensus._compile import untraced
 from consensus._manifest import option_text
-from consensus.agree import ControlRange, hold, nesting, same_fact, scalar
+from consensus._nesting import nesting
+from consensus.agree import ControlRange, hold, same_fact, scalar
 from consensus.enclosure import rank_set
 from consensus.errors import ConsensusError
 from consensus.groups import control_group
