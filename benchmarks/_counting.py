@@ -2,8 +2,8 @@
 
 Four instruments, so that none has to be believed alone:
 
-- calls on a process group's backend: a control group is a private one, which this library calls
-  directly, so these are the votes;
+- calls on a link of own connections, and on a process group's backend: a control group is a private
+  one, which this library calls directly, so these are the votes;
 - collectives that pass torch's dispatcher: those of the optimizer, on the groups of its meshes;
 - requests to the job's store, from Python (gloo's own, while it connects, are made in C++);
 - bytes that the kernel has sent on each TCP connection, headers of gloo included.
@@ -29,6 +29,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from consensus._sockets import HopLink
+
 BYTES_PER_WORD = 8
 
 _BACKEND_CALLS = (
@@ -40,6 +42,11 @@ _BACKEND_CALLS = (
 _STORE_CALLS = (
     *("add", "append", "barrier", "check", "compare_set", "delete_key", "get", "list_keys"),
     *("multi_get", "multi_set", "num_keys", "queue_len", "queue_pop", "queue_push", "set", "wait"),
+)
+_COUNTED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (Backend, _BACKEND_CALLS),
+    (Store, _STORE_CALLS),
+    (HopLink, ("all_reduce_max", "all_reduce_sum")),
 )
 _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors")
 
@@ -69,12 +76,12 @@ def counting() -> Iterator[Ledger]:
     ledger = Ledger()
     before = {
         (owner, name): getattr(owner, name)
-        for owner, names in ((Backend, _BACKEND_CALLS), (Store, _STORE_CALLS))
+        for owner, names in _COUNTED
         for name in names
         if hasattr(owner, name)  # torch versions differ
     }
     for (owner, name), call in before.items():
-        note = _note_control if owner is Backend else _note_store
+        note = _note_store if owner is Store else _note_control
         setattr(owner, name, _counted(call, name, note, ledger))
     try:
         with _DataCollectives(ledger):
@@ -158,6 +165,9 @@ def _counted(
 
 
 def _note_control(ledger: Ledger, name: str, group: Any, args: tuple[Any, ...]) -> None:
+    if isinstance(group, HopLink):
+        ledger.control.append((name, len(args[0])))
+        return
     output_first = "gather" in name or "alltoall" in name
     sent = args[1] if output_first else args[0] if args else ()
     words = sum(tensor.numel() for tensor in _tensors(sent))

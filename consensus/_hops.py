@@ -180,11 +180,9 @@ def cheapest(num_ranks: int, num_words: int, *, sums: bool, model: Model = CLUST
     return min(able, key=able.__getitem__)
 
 
-def kinds_of_link(num_ranks: int, backend: str) -> tuple[str, ...]:
+def kinds_of_link(backend: str) -> tuple[str, ...]:
     """Return which private groups are tried in turn before votes go over the store."""
-    if backend == "gloo" or num_ranks <= DIRECT_RANKS:
-        return ("gloo",)
-    return ("tcp", "gloo")
+    return ("gloo",) if backend == "gloo" else ("tcp", "gloo")
 
 
 class Exchange(NamedTuple):

@@ -308,7 +308,7 @@ class Session:
         by_store = StoreLink(self._client, name, members, self.rank)
         if backend == "store":
             return Channel(name, members, by_store)
-        kinds = _hops.kinds_of_link(len(members), backend)
+        kinds = _hops.kinds_of_link(backend)
         for kind, instead in zip(kinds, (*kinds[1:], "the store"), strict=True):
             link, reason = self._try(kind, name, members, patience)
             tried = 1 if link is not None else 2

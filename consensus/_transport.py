@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
-    AllToAllOptions,
     PrefixStore,
     ReduceOp,
 )
@@ -39,8 +38,7 @@ from consensus.vote import Ranks
 
 T = TypeVar("T")
 
-DIRECT_RANKS = 8  # more would each hold connections to, and send to, too many others
-DIRECT_WORDS = 64  # longer messages are rare and go round the ring
+EAGER_RANKS = 8  # more would each connect to too many others that they send nothing to
 
 CONNECT_S = 30.0  # for all members to find each other
 CLOSE_S = 1.0  # for ending the connections; they are left if it takes longer
@@ -157,51 +155,6 @@ class GroupLink(_Reducing):
             raise broken
 
 
-class SmallGroupLink(GroupLink):
-    """A vote on a private gloo group of few ranks: each sends its words to every other.
-
-    gloo's allreduce is a ring, 2 (N - 1) hops deep, with a message for each word in each hop.
-    This is one hop, and N - 1 messages a rank: half the time of one int32's allreduce on 2 ranks,
-    and about all of it on 8, where 4 ranks share a core. As in the ring, nobody is done without
-    the words of all: gloo hands them over when both ends are in the call. More ranks would each
-    have too many peers; they vote over `_sockets`.
-
-    Collectives: one all_to_all a message, of the message to each member, who reduces by itself; as
-    :class:`GroupLink` for long messages.
-    """
-
-    def __init__(self, group: Any, num_ranks: int) -> None:
-        super().__init__(group, torch.device("cpu"))
-        self._num_ranks = num_ranks
-        self._options = AllToAllOptions()
-        self._seconds = 0.0
-        self._allocate(2)  # the opening of a vote on one mesh
-
-    def _reduce(
-        self, words: Sequence[int], reduction: _Reduction, patience: Patience
-    ) -> Sequence[int]:
-        num_words = len(words)
-        if num_words > DIRECT_WORDS:
-            return super()._reduce(words, reduction, patience)
-        if num_words != self._num_words:
-            self._allocate(num_words)
-        self._layout.pack_into(self._to_send, 0, *(tuple(words) * self._num_ranks))
-        seconds = _seconds_left(patience)
-        if seconds != self._seconds:  # most votes have the deadline of the one before
-            self._seconds, self._options.timeout = seconds, timedelta(seconds=seconds)
-        self._complete(patience, "alltoall_base", *self._tensors, [], [], self._options)
-        heard = self._layout.unpack(self._received)
-        return [reduction.of(heard[i::num_words]) for i in range(num_words)]
-
-    def _allocate(self, num_words: int) -> None:
-        """Make buffers, kept from vote to vote: forming a tensor costs as much as all the rest."""
-        self._num_words = num_words
-        self._layout = struct.Struct(f"{num_words * self._num_ranks}q")
-        self._to_send, self._received = bytearray(self._layout.size), bytearray(self._layout.size)
-        both = (self._received, self._to_send)
-        self._tensors = tuple(torch.frombuffer(buffer, dtype=torch.int64) for buffer in both)
-
-
 def _seconds_left(patience: Patience) -> float:
     return max(1.0, round(patience.left, 1))  # rounded, so that it is the same in most votes
 
@@ -310,12 +263,10 @@ def make_gloo(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
     # The operations carry the deadline; this one only bounds connecting.
     options._timeout = timedelta(seconds=max(1.0, min(seconds, CONNECT_S)))
-    lazy = len(members) > DIRECT_RANKS  # see [Note: a group that does not end]
+    lazy = len(members) > EAGER_RANKS  # see [Note: a group that does not end]
     options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=lazy)]
     store = PrefixStore(f"consensus/{name}/gloo", job_store)
     group = dist.ProcessGroupGloo(store, members.index(rank), len(members), options)
-    if len(members) <= DIRECT_RANKS:
-        return SmallGroupLink(group, len(members))
     return GroupLink(group, torch.device("cpu"))
 
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=BACKENDS,
         default="auto",
-        help="what carries the votes (default: auto, a private gloo group, else the store)",
+        help="what carries the votes (default: auto, own connections, else gloo, else the store)",
     )
 
 

@@ -349,9 +349,10 @@ def control_group(
         source: An optimizer, parameter groups, parameters, DeviceMeshes, process groups, an
             iterable of these, or None for all ranks of the job. A ControlGroup is returned as is.
         timeout: Hard deadline of its votes in seconds; None is that of the default group.
-        backend: "auto" is a private gloo group that falls back to the store; "gloo", "store"; or
-            "inherit" to vote on the data plane's own group; "sweep" or "passes" to vote over its
-            overlapping groups, one after the other, where no group encloses them all.
+        backend: "auto" is connections of their own, else a private gloo group, else the job's
+            store; "gloo" and "store" begin there. Or "inherit", to vote on the data plane's own
+            group; "sweep" or "passes", to vote over its overlapping groups, one after the other,
+            where no group encloses them all.
 
     Returns:
         A group that is not planned yet. The same optimizer or ranks always share one channel.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import consensus
 from consensus import agree_sum, any_failed, control_group, fail_together
-from consensus._transport import DIRECT_WORDS
 from consensus._waiting import Patience
 from consensus.testing import run_ranks, without_agreement
 from tests.gloo._cases import (
@@ -73,8 +72,8 @@ def messages(rank: int) -> list[tuple[list[int], list[int], tuple[int, ...] | No
     calls: tuple[Callable[[], tuple[int, ...] | None], ...] = (
         lambda: agree_sum([rank]),
         lambda: agree_sum([1, 2]),
-        lambda: agree_sum([1] * DIRECT_WORDS)[:1],
-        lambda: agree_sum([1] * (DIRECT_WORDS + 1))[:1],
+        lambda: agree_sum([1] * 64)[:1],
+        lambda: agree_sum([1] * (65))[:1],
         lambda: agree_sum(torch.ones(4096, dtype=torch.int64))[:1],
         lambda: agree_sum([]),
         lambda: agree_sum(torch.empty(0, dtype=torch.int64)),
@@ -98,9 +97,7 @@ def test_a_sum_takes_a_vote_of_two_words_and_one_message_more() -> None:
     first, second = on_ranks(messages, 2)
     assert first == second
     *healthy, nothing, no_tensor, differing, last = first
-    for size, (words, summed, _) in zip(
-        (1, 2, DIRECT_WORDS, DIRECT_WORDS + 1, 4096), healthy, strict=True
-    ):
+    for size, (words, summed, _) in zip((1, 2, 64, 65, 4096), healthy, strict=True):
         assert (words, summed) == ([2], [size])
     assert [result for *_, result in healthy] == [(1,), (2, 4), (2,), (2,), (2,)]
     assert nothing == no_tensor == ([2], [], ())

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from consensus import _transport
-from consensus._transport import DIRECT_RANKS
+from consensus._transport import EAGER_RANKS
 from consensus._waiting import LinkBroken, Patience
 from consensus.testing import run_ranks
 
@@ -46,7 +46,7 @@ def vote_while_another_dies(rank: int, world_size: int, dies: int) -> str:
 
 
 @pytest.mark.parametrize("dies", ["next", "last"])
-@pytest.mark.parametrize("world_size", [3, DIRECT_RANKS + 1])
+@pytest.mark.parametrize("world_size", [3, EAGER_RANKS + 1])
 def test_a_broken_link_can_be_closed(world_size: int, dies: str) -> None:
     dead = 1 if dies == "next" else world_size - 1
     ranks = run_ranks(vote_while_another_dies, world_size, world_size, dead, timeout=40)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 import consensus
 from adapters import Muon
-from consensus import _transport, any_failed, control_group, fail_together
+from consensus import _sockets, _transport, any_failed, control_group, fail_together
 from tests.gloo._cases import Recorder, Trained, caught, on_ranks
 from tests.threaded.muon_cases import random_matrices, shard
 
@@ -162,7 +162,7 @@ def test_each_backend_holds_the_same_votes() -> None:
     by_rank = on_ranks(each_backend, 3)
     for found in by_rank:
         assert {name: link for name, (link, *_) in found.items()} == {
-            "auto": "GroupLink",
+            "auto": "HopLink",
             "gloo": "GroupLink",
             "store": "StoreLink",
             "inherit": "GroupLink",
@@ -216,8 +216,8 @@ class Messages(logging.Handler):
 
 
 def falls_back(rank: int, how: str) -> tuple[str, list[str], bool, list[str]]:
-    """On rank 1, no gloo group can be made, or its first message does not arrive."""
-    make = _transport.make_gloo
+    """On rank 1, nothing can be connected, or the first message does not arrive."""
+    make, connect = _transport.make_gloo, _sockets.connect
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if how == "cannot be made":
@@ -226,8 +226,15 @@ def falls_back(rank: int, how: str) -> tuple[str, list[str], bool, list[str]]:
         link.close()
         return link
 
+    def fails_too(*args: Any, **kwargs: Any) -> Any:
+        if how == "cannot be made":
+            raise OSError("no route to host")
+        link = connect(*args, **kwargs)
+        link.close()
+        return link
+
     if rank == 1:
-        _transport.make_gloo = fails
+        _transport.make_gloo, _sockets.connect = fails, fails_too
     messages = Messages()
     logging.getLogger("consensus").addHandler(messages)
     trained = Trained.on(shape=(3,))
@@ -244,7 +251,8 @@ def test_all_ranks_go_over_to_the_store_when_gloo_fails_on_one(how: str) -> None
     by_rank = on_ranks(falls_back, 3, how)
     for rank, (link, texts, failed, differences) in enumerate(by_rank):
         assert link == "StoreLink"
-        (text,) = texts  # one warning, although there are two users of the group
+        first, text = texts  # one warning each, although there are two users of the group
+        assert "no tcp control group for ranks [0, 1, 2]" in first
         assert "no gloo control group for ranks [0, 1, 2]" in text
         assert "GLOO_SOCKET_IFNAME" in text
         if rank == 1 and how == "cannot be made":
