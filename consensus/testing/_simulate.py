@@ -10,7 +10,7 @@ enough. Asynchronous handles and timeouts are outside of this model.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -65,7 +65,10 @@ class _Sent(NamedTuple):
 
 
 def simulate(
-    programs: Mapping[int, Generator[Any, Any, Any]], *, store: dict[str, Any] | None = None
+    programs: Mapping[int, Generator[Any, Any, Any]],
+    *,
+    store: dict[str, Any] | None = None,
+    on_standstill: Callable[[Mapping[int, Any]], Mapping[int, Exception]] = lambda wanted: {},
 ) -> Simulation:
     """Run one generator a rank to the end.
 
@@ -73,6 +76,8 @@ def simulate(
         programs: Rank -> a protocol, such as ``decide(vote, ballot)`` or ``plan(scopes, ...)``,
             or any generator that delegates to them.
         store: The key-value store they share; kept between runs if passed in.
+        on_standstill: Asked when nobody can go on, with what each rank wants: rank -> an exception
+            to raise in its wait. What a deadline would do on real ranks.
 
     Raises:
         Deadlock: Nobody can go on; names the members.
@@ -81,7 +86,11 @@ def simulate(
     ranks = _Ranks(programs, {} if store is None else store)
     while ranks.wanted:
         if not (ranks.answer_store() or ranks.deliver() or ranks.run_collective()):
-            raise Deadlock(ranks.wanted)
+            given_up = on_standstill(dict(ranks.wanted))
+            if not given_up:
+                raise Deadlock(ranks.wanted)
+            for rank, error in given_up.items():
+                ranks.raise_in(rank, error)
     return ranks.run
 
 
@@ -138,10 +147,17 @@ class _Ranks:
         for rank in sorted(programs):
             self._advance(rank, None)
 
+    def raise_in(self, rank: int, error: Exception) -> None:
+        """Let the wait of a rank end with an error."""
+        self._go_on(rank, lambda: self._live[rank].throw(error))
+
     def _advance(self, rank: int, answer: Any) -> None:
+        self._go_on(rank, lambda: self._live[rank].send(answer))
+
+    def _go_on(self, rank: int, resume: Callable[[], Any]) -> None:
         self.wanted.pop(rank, None)
         try:
-            want = self.wanted[rank] = self._live[rank].send(answer)
+            want = self.wanted[rank] = resume()
         except StopIteration as stop:
             self.run.results[rank] = stop.value
         except Exception as error:  # a rank's own failure is an outcome
