@@ -11,6 +11,7 @@ how often it has come to each place, so that nobody is taken for missing that ha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from consensus import _waiting
 from consensus._store import StoreClient
-from consensus._text import join_ranks
+from consensus._text import join_ranks, tidy
 from consensus._waiting import LinkBroken, Patience
 from consensus._watch import Watcher, is_stack
 from consensus.errors import Failure
@@ -38,6 +39,7 @@ class Absence:
     reason: str
     closed: bool = False  # the channel had been closed before
     gone: bool = False  # a connection broke, and not because somebody's deadline had passed
+    silent: bool = False  # the store could not be asked, so nobody knows who is late
     stacks: dict[int, str] = field(default_factory=dict)  # of late ranks, if they were asked
 
 
@@ -96,6 +98,7 @@ class Whereabouts:
         self._client = client
         self._rank = rank
         self.watcher: Watcher | None = None
+        self._posted: set[str] = set()
 
     def post(self, name: str, post: Post) -> None:
         """Say where this rank is; silently nothing when the store does not answer."""
@@ -105,6 +108,15 @@ class Whereabouts:
             self._client.put(f"{name}/at/{self._rank}", value, _brief_patience())
         except LinkBroken:
             return  # naming is a service; the wait itself has its own end
+        self._posted.add(name)
+
+    def withdraw(self, name: str) -> None:
+        """Take back what was posted: all came, and nobody meets under this name again."""
+        if name not in self._posted:
+            return
+        self._posted.discard(name)
+        with contextlib.suppress(LinkBroken):
+            self._client.drop([f"{name}/at/{self._rank}"], _brief_patience())
 
     def warn(self, name: str, members: Ranks, sequence: int, patience: Patience) -> None:
         """Log for whom this rank still waits, and where they are."""
@@ -155,8 +167,9 @@ class Whereabouts:
             try:
                 posts = self._read(name, members)
             except LinkBroken as silent:
-                reason = f"{reason}; {silent}"
-                break
+                if str(silent) not in reason:
+                    reason = f"{tidy(reason)}; {silent}"
+                return Absence((), {}, (), seconds, reason, silent=True)
             if not self._late(posts, members, sequence) or time.monotonic() >= until:
                 break
             threading.Event().wait(0.05)

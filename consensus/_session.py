@@ -25,6 +25,7 @@ from consensus._nesting import nesting
 from consensus._planning import Planned, Verdict, plan, plan_name, tally
 from consensus._protocol import decide
 from consensus._sockets import HopLink
+from consensus._sources import options_of
 from consensus._store import StoreClient
 from consensus._tours import TOURS
 from consensus._transport import GroupLink, Link, StoreLink
@@ -54,7 +55,7 @@ class Session:
             )
         self._store = store
         # Looked up once, which takes as long as the rest of a vote; read anew for each.
-        self._data_plane = _options_of(default_group)
+        self._data_plane = options_of(default_group)
         self._client = StoreClient(store, on_idle=self.end_if_destroyed)
         self._whereabouts = Whereabouts(self._client, self.rank)
         self._default_group = weakref.ref(default_group)
@@ -125,6 +126,7 @@ class Session:
             try:
                 planned = _store.drive_store(protocol, self._client, patience)
             except LinkBroken as broken:
+                post()
                 found = [
                     self._whereabouts.absence(name, ranks, 0, patience, broken)
                     for ranks, name in names.items()
@@ -132,6 +134,8 @@ class Session:
                 late = tuple(sorted({rank for absence in found for rank in absence.late}))
                 raise AgreementBroken(replace(found[0], late=late)) from None
             self._rounds.update(own)
+            for name in names.values():
+                self._whereabouts.withdraw(name)
         return planned
 
     def identity(self, scopes: Sequence[Scope]) -> tuple[Fact, ...]:
@@ -273,6 +277,8 @@ class Session:
                     del self._channels[key], self._begun[channel.name]
                     channel.renewed = True
                     self.close(channel, "a failure was decided around it")
+                    if isinstance(channel.link, StoreLink):
+                        channel.link.forget()
 
     def _meeting(self, name: str, members: Ranks) -> Meeting:
         """Return where these ranks meet next under ``name``, the same on all of them."""
@@ -329,18 +335,22 @@ class Session:
     def _tally(
         self, key: str, members: Ranks, value: int, whole: Patience, meeting: Meeting | None = None
     ) -> Verdict:
-        patience = Patience(whole.phase, hard=whole.left)  # posts once, so one for each key
-        patience.on_wait = lambda: self._whereabouts.post(key, Post(0, patience.phase))
+        # Posts once, so one for each key; but what it has waited counts from the same start.
+        patience = Patience(whole.phase, hard=whole.hard, started=whole.started)
+        patience.on_wait = post = partial(self._whereabouts.post, key, Post(0, whole.phase))
         if meeting is not None:
             patience.on_slice = lambda: self._whereabouts.look_around(
                 meeting, nesting().around(), patience
             )
         protocol = tally(key, members, value, nonce=secrets.token_hex(8))
         try:
-            return _store.drive_store(protocol, self._client, patience)
+            verdict = _store.drive_store(protocol, self._client, patience)
         except LinkBroken as broken:
+            post()
             absence = self._whereabouts.absence(key, members, 0, patience, broken)
             raise AgreementBroken(absence) from None
+        self._whereabouts.withdraw(key)
+        return verdict
 
     def _try(
         self, kind: str, name: str, members: Ranks, patience: Patience
@@ -387,12 +397,3 @@ def current_session() -> Session | None:
                 before.end_if_destroyed()
             session = _sessions[default_group] = Session(default_group)
         return session
-
-
-def _options_of(group: Any) -> Any:
-    """Return the options of a group's first backend that has any; they show later changes too."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            return options
-    return None

@@ -74,3 +74,12 @@ def backend_facts(group: Source, *, hint: str | None) -> BackendFacts:
         shard_devices=tuple(str(param.device) for param in sharded),
         hint=hint,
     )
+
+
+def options_of(group: Any) -> Any:
+    """Return the options of a group's first backend that has any; they show later changes too."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options
+    return None

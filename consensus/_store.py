@@ -30,6 +30,7 @@ class StoreClient:
         self._base = store
         self._on_idle = on_idle
         self._workers: dict[str, _Worker] = {}
+        self._answers = True  # the last request was answered, or there has been none
         self._left: list[_Worker] = []  # still in a request that nobody waits for any more
         self._stops: list[Callable[[], None]] = []
 
@@ -100,11 +101,14 @@ class StoreClient:
 
     def _call(self, work: Callable[[Any], Any], patience: Patience, worker: str = "ask") -> Any:
         request = self._start(worker, work)
-        until = time.monotonic() + max(patience.left, 0.0) + NAMING_S
+        # Who waited for a store in vain once need not do so for each further question.
+        patient = self._answers or worker == "wait"
+        until = time.monotonic() + (max(patience.left, 0.0) + NAMING_S if patient else 0.0)
         try:
             while not request.done.wait(SLICE_S):
                 patience.look_up()
                 if time.monotonic() > until:
+                    self._answers = False
                     raise LinkBroken(
                         "the store does not answer; the process that hosts it may be stopped or "
                         "gone",
@@ -116,6 +120,7 @@ class StoreClient:
                 left.end_soon()
                 self._left.append(left)
             raise
+        self._answers = True
         if request.error is not None:
             raise LinkBroken(f"the store failed: {request.error}", expired=False)
         return request.result

@@ -14,7 +14,9 @@ connections are closed first; and no group is ever destroyed by a thread that ha
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import queue
 import struct
 import threading
 from abc import ABC, abstractmethod
@@ -229,6 +231,13 @@ class StoreLink(_Reducing):
             if found.startswith(_GIVEN_UP):
                 return
 
+    def forget(self) -> None:
+        """Drop what this rank has said: every member knows that nobody votes here again."""
+        said = (self._round - 1, self._round)
+        with contextlib.suppress(LinkBroken):
+            keys = [self._key(number, self._rank) for number in said if number >= 0]
+            self._client.drop(keys, Patience("closing the control group", hard=NAMING_S))
+
     def _words_of(self, member: int, patience: Patience) -> bytes:
         key = self._key(self._round, member)
         try:
@@ -259,10 +268,37 @@ def make_gloo(
     Built from its parts, not by ``new_group``: with ``use_local_synchronization=True`` that
     hashes a rank-local counter into the name and times out on overlapping groups, and without
     it every rank of the job would have to call.
+
+    Raises:
+        RuntimeError: Some member did not connect within ``seconds``.
+        LinkBroken: Nor did gloo come back from the job's store, whose host may be stopped.
     """
+    seconds = max(1.0, min(seconds, CONNECT_S))
+    made: queue.SimpleQueue[GroupLink | RuntimeError] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            made.put(_connect_gloo(job_store, name, members, rank, seconds))
+        except RuntimeError as error:  # carried to the thread that asked
+            made.put(error)
+
+    # gloo reads the store with no end of its own, and Ctrl-C would wait for it.
+    threading.Thread(target=make, daemon=True, name="consensus-connect").start()
+    try:
+        found = made.get(timeout=seconds + NAMING_S)
+    except queue.Empty:
+        raise LinkBroken("the store does not answer, or a peer", expired=True) from None
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
+
+
+def _connect_gloo(
+    job_store: Any, name: str, members: Ranks, rank: int, seconds: float
+) -> GroupLink:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
     # The operations carry the deadline; this one only bounds connecting.
-    options._timeout = timedelta(seconds=max(1.0, min(seconds, CONNECT_S)))
+    options._timeout = timedelta(seconds=seconds)
     lazy = len(members) > EAGER_RANKS  # see [Note: a group that does not end]
     options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=lazy)]
     store = PrefixStore(f"consensus/{name}/gloo", job_store)

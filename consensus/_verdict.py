@@ -69,6 +69,7 @@ def late_ranks(phase: str, broken: AgreementBroken) -> LateRanks:
         seconds=absent.seconds,
         reason=absent.reason,
         gone=absent.gone,
+        silent=absent.silent,
         stacks=absent.stacks,
     )
 

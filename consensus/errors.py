@@ -170,7 +170,7 @@ class LateRanks(ConsensusError):
 
     Attributes:
         phase: The phase in which this rank waited.
-        ranks: The ranks that did not come.
+        ranks: The ranks that did not come; none if the job's store cannot be asked.
         phases: Rank -> the phase it last posted; a rank that never had to wait has posted none.
         seconds: How long this rank waited.
         gone: Whether a connection broke, rather than a deadline passed.
@@ -188,9 +188,13 @@ class LateRanks(ConsensusError):
         seconds: float = 0.0,
         reason: str = "",
         gone: bool = False,
+        silent: bool = False,
         stacks: Mapping[int, str] | None = None,
     ) -> None:
-        """Compose the message; ``reason`` is the transport's own text, if it gave one."""
+        """Compose the message; ``reason`` is the transport's own text, if it gave one.
+
+        With ``silent`` the job's store could not be asked who is missing.
+        """
         self.phase = phase
         self.ranks = ranks
         self.phases = dict(phases or {})
@@ -202,6 +206,11 @@ class LateRanks(ConsensusError):
             lines = [f"{phase}: {join_ranks(ranks)} {ranks_are(ranks)} gone, {whose} broke"]
         elif ranks:
             lines = [f"{phase}: {join_ranks(ranks)} did not come within {seconds:.1f} s"]
+        elif silent:
+            lines = [
+                f"{phase}: the agreement broke after {seconds:.1f} s, and the job's store cannot "
+                "be asked who is missing: the process that hosts it may be stopped or gone"
+            ]
         else:
             lines = [
                 f"{phase}: the agreement broke after {seconds:.1f} s, and the store names nobody "

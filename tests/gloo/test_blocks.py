@@ -1,4 +1,4 @@
-"""Blocks of different groups inside of each other: a wait that cannot end is left, and all go on."""
+"""Blocks of different groups inside of each other: who waits for ever leaves, and all go on."""
 
 from __future__ import annotations
 

@@ -194,14 +194,13 @@ def test_a_disagreement_on_one_mesh_names_only_its_ranks_and_reaches_all() -> No
         assert sorted(ranks for _, ranks in values) == ["(2,)", "(3,)"]
 
 
-def two_optimizers(rank: int, tied: bool) -> list[str]:
+def two_optimizers(rank: int) -> list[str]:
     """Two optimizers, one a mesh; stepped one after the other in the same order on all ranks."""
-    scopes = CHAIN[:2] if tied else APART
-    meshes = meshes_of(rank, scopes)
+    meshes = meshes_of(rank, CHAIN[:2])
     optimizers = [Muon([named]) for named in named_parameters_on(meshes)]
     return [str(caught(optimizer.step)) for optimizer in optimizers for _ in range(2)]
 
 
 def test_optimizers_of_one_mesh_each_vote_apart() -> None:
-    first, second, third = on_ranks(two_optimizers, 3, True)
+    first, second, third = on_ranks(two_optimizers, 3)
     assert (first, second, third) == (["None"] * 2, ["None"] * 4, ["None"] * 2)
