@@ -295,9 +295,10 @@ class VotingOptimizer(Optimizer, ABC):
         writes: list[Write] = []
         # The last rule's first. AdamW's is torch's own, which computes as it writes; and a failure
         # of any is heard in the exchanges of the first, Muon's.
-        for rule, members in reversed(self._known.by_rule):
-            active = [member for member in members if member.param.grad is not None]
-            writes += rule.compute(self, active, inv_scale, phase)
+        with phase.exchanging(self):
+            for rule, members in reversed(self._known.by_rule):
+                active = [member for member in members if member.param.grad is not None]
+                writes += rule.compute(self, active, inv_scale, phase)
         if phase.has_peers:
             self._settle(phase)
         for write in writes:

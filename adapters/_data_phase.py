@@ -15,7 +15,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -112,6 +113,32 @@ class DataPhase:
         _note(self._heard, found)
         if ranks == self._members:
             _note(self._known_to_all, found)
+
+    @contextmanager
+    def exchanging(self, owner: Any) -> Iterator[None]:
+        """A block around all exchanges: one that itself fails is told to the peers.
+
+        Its error is that of a transport and names no rank; a vote does, since a rank that is gone
+        or stopped does not come to it.
+
+        Args:
+            owner: The optimizer, in whose control group ranks agree.
+
+        Raises:
+            consensus.GroupFailure: An exchange failed; with the ranks that are late or gone.
+
+        Collectives:
+            An agreement, if an exchange failed here.
+        """
+        try:
+            yield
+        except consensus.ConsensusError:  # from an agreement in between: all know
+            raise
+        except BaseException as error:
+            if self.has_peers and self.in_graph is None:
+                with consensus.fail_together(f"{type(owner).__name__}.step: update", owner):
+                    raise
+            raise error
 
     # ---- at the end ----
 

@@ -23,6 +23,7 @@ from adapters._muon_rule import MuonRule
 from consensus import GroupFailure, LateRanks, control_group
 from consensus._session import Session
 from consensus._store import StoreClient
+from consensus._text import says_transport
 from consensus.testing import Snapshot, assert_unchanged, faults, inject, snapshot
 
 Kind: TypeAlias = Literal["SIGKILL", "SIGSTOP", "os._exit", "exception"]
@@ -103,20 +104,24 @@ class Promise:
         return ", ".join(filter(None, [kinds, named, f"{self.seconds:g} s"]))
 
 
+_SILENT = ("the store", "job's store")
+
+
 def promise(row: Row) -> Promise:
     """Return what the documentation promises about the ranks that survive ``row``."""
     slack = SILENT_S if row.hosts else SLACK_S
     in_update = row.moment in ("update", "exchange")
     if row.kind == "exception" and (in_update or row.moment == "closure"):
         return Promise(DEATH_S, True, (GroupFailure,))
-    if in_update:  # ranks that wait in a collective of the data plane: it raises what it raises
-        return Promise(DATA_S + SLACK_S, False, (RuntimeError,))
+    if in_update:  # others may wait in a collective of the data plane, which ends as it ends
+        waits = DATA_S + (0.0 if row.dies else HARD_S)
+        return Promise(waits + slack, not row.hosts, (GroupFailure,), _SILENT if row.hosts else ())
     connected = row.moment not in ("planning", "connecting")
     seconds = DEATH_S if connected and row.kind != "SIGSTOP" else HARD_S + slack
     kinds: tuple[type[BaseException], ...] = (LateRanks,)
     if row.moment == "text":
         kinds = (GroupFailure, LateRanks) if row.hosts else (GroupFailure,)
-    return Promise(seconds, not row.hosts, kinds, ("the store", "job's store") if row.hosts else ())
+    return Promise(seconds, not row.hosts, kinds, _SILENT if row.hosts else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class Seen:
     Attributes:
         error: Its type, or "" when the step was made.
         text: Of the error.
-        names: Ranks that it says are late, gone or have failed.
+        names: Ranks that it says are late, gone or have failed; one whose connection broke has not.
         kinds: Names of the error's class and bases.
         at: When, by a clock that all processes share; seconds.
         changed: What was written, which should be nothing.
@@ -196,7 +201,8 @@ def _seen(error: BaseException | None, optimizer: Muon, before: Snapshot) -> See
     if isinstance(error, LateRanks):
         names |= set(error.ranks)
     if isinstance(error, GroupFailure):
-        names |= {failure.rank for failure in error.failures} | set(error.late_ranks)
+        own = {f.rank for f in error.failures if not says_transport(f.message)}
+        names |= own | set(error.late_ranks)
     try:
         assert_unchanged(optimizer, before)
     except AssertionError as difference:
