@@ -17,8 +17,9 @@ def recover(model: nn.Module, error: GroupFailure) -> None:
 
     Call it on every rank, in the handler of the error. It drops all gradients, also those that a
     backward pass under ``fully_shard`` had not reduced yet, and resets what FSDP2 noted of this
-    pass. Parameters and optimizer state are as before the step, if the step is inside of the block
-    that failed; buffers that forward writes and random numbers that it drew are not restored.
+    pass. It restores nothing: parameters and optimizer state must be as before, so an optimizer
+    that does not vote (torch's) must step behind the block that failed, not inside of it. Buffers
+    that forward wrote and random numbers that it drew stay.
 
     [Note: what torch leaves behind]
     ``FSDPModule.reset_iter_state`` keeps the gradients of parameters that were unsharded when the

@@ -64,7 +64,7 @@ def one_comes_late(rank: int, backend: str, late: int) -> Late:
     return Late(error, str(changed or ""), caught(trained.optimizer.step))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "store", "inherit"])
+@pytest.mark.parametrize("backend", ["auto", "store", "inherit"])
 @pytest.mark.parametrize(("world_size", "late"), [(2, 1), (3, 0)])
 def test_a_late_rank_is_named_and_does_not_step_when_it_comes(
     backend: str, world_size: int, late: int
@@ -96,7 +96,7 @@ def one_gives_up_early(rank: int, backend: str) -> BaseException | None:
     return error
 
 
-@pytest.mark.parametrize("backend", ["gloo", "store", "inherit"])
+@pytest.mark.parametrize("backend", ["auto", "gloo", "store"])
 def test_nobody_proceeds_when_one_rank_has_given_up(backend: str) -> None:
     for error in on_ranks(one_gives_up_early, 3, backend):
         assert isinstance(error, LateRanks), error
@@ -189,7 +189,7 @@ def killed_while_others_wait(rank: int, backend: str) -> BaseException | None:
     return caught(lambda: any_failed(False, group))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "store", "inherit"])
+@pytest.mark.parametrize("backend", ["auto", "store", "inherit"])
 def test_survivors_of_a_killed_rank_are_told_who_it_was(backend: str) -> None:
     ranks = run_ranks(
         killed_while_others_wait, 4, backend, timeout=LIVENESS_S, group_timeout=DATA_PLANE_S
@@ -244,7 +244,7 @@ def interrupted_while_it_waits(rank: int, backend: str) -> BaseException | None:
     return caught(lambda: any_failed(False, group))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "store"])
+@pytest.mark.parametrize("backend", ["auto", "store"])
 def test_a_rank_that_is_interrupted_while_it_waits_frees_its_peers(backend: str) -> None:
     first, *others = on_ranks(interrupted_while_it_waits, 3, backend)
     assert isinstance(first, KeyboardInterrupt)
