@@ -18,6 +18,7 @@ from consensus.errors import (
 from consensus.groups import ControlGroup, control_device, control_group
 from consensus.preflight import preflight
 from consensus.recovery import recover
+from consensus.revoke import revoke_when_stranded
 from consensus.watch import watch
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "log",
     "preflight",
     "recover",
+    "revoke_when_stranded",
     "watch",
 ]

@@ -90,6 +90,13 @@ class Elsewhere(LinkBroken):
         self.posts = posts
 
 
+class Listener(Protocol):
+    """Hears of it when this rank has failed and waits for others."""
+
+    def failed(self, name: str, sequence: int) -> None:
+        """Hear in which agreement, and the number of the vote; must not wait for long."""
+
+
 class Whereabouts:
     """What the ranks post about themselves under the name of what they wait for."""
 
@@ -98,6 +105,7 @@ class Whereabouts:
         self._client = client
         self._rank = rank
         self.watcher: Watcher | None = None
+        self.revoker: Listener | None = None
         self._posted: set[str] = set()
 
     def post(self, name: str, post: Post) -> None:
@@ -108,6 +116,8 @@ class Whereabouts:
             self._client.put(f"{name}/at/{self._rank}", value, _brief_patience())
         except LinkBroken:
             return  # naming is a service; the wait itself has its own end
+        if post.failures and self.revoker is not None:
+            self.revoker.failed(name, post.sequence)
         self._posted.add(name)
 
     def withdraw(self, name: str) -> None:

@@ -41,10 +41,22 @@ class Channel:
             for ranks, groups in sorted(self._data_groups.items())
         )
 
+    def lose_data_groups(self) -> list[Any]:
+        """Return these groups, and bring their positions from now on as those of lost ones.
+
+        So they differ from those of a rank that has lost none.
+        """
+        lost = [ref() for refs in self._data_groups.values() for ref in refs]
+        self._data_groups = {ranks: [_LOST] for ranks in self._data_groups}
+        return [group for group in lost if group is not None]
+
     def data_plane(self) -> tuple[tuple[str, int], ...]:
         """Return the name of each of these groups, and the number of its last collective."""
         groups = (ref() for refs in self._data_groups.values() for ref in refs)
         return tuple((g.group_name, _sequence_number(g)) for g in groups if g is not None)
+
+
+_LOST: weakref.ref[Any] = weakref.ref(threading.Event())  # nobody holds it, so it is gone
 
 
 def _sequence_number(group: Any) -> int:

@@ -123,7 +123,13 @@ def bounded(text: str, limit: int) -> str:
     return data[: limit - len(mark)].decode("utf-8", "ignore") + mark
 
 
-_TRANSPORT_MARKS = ("closed by peer", "reset by peer", "Timed out waiting", "pair closure")
+_TRANSPORT_MARKS = (
+    "closed by peer",
+    "reset by peer",
+    "Timed out waiting",
+    "pair closure",
+    "communicator was aborted",
+)
 
 
 def says_transport(message: str) -> bool:

@@ -286,7 +286,8 @@ class preflight:
             raise ValueError(
                 "no parameter has a gradient, in the first step after a failure: after a backward "
                 "pass that raised, FSDP2 leaves gradients None without an error, and training "
-                "would stand still. Restart from a checkpoint, or rebuild the model's hooks."
+                "would stand still. Call consensus.recover(model, error) in the handler of the "
+                "failure, or restart from a checkpoint."
             )
         warnings.warn(f"{self._phase}: no parameter has a gradient on any rank", stacklevel=5)
 
