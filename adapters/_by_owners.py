@@ -139,7 +139,7 @@ def _pack(courier: Courier, pending: Mapping[int, Work]) -> None:
     for task, piece in courier.route.gathered:
         works = [pending[position] for position in task.positions]
         rows = [_own_rows(work) for work in works] if task.with_rows else []
-        courier.pack(piece, works[0].directions(works), rows)
+        courier.pack(piece, type(works[0]).directions(works), rows)
 
 
 def _own_rows(work: Work) -> Tensor:

@@ -239,7 +239,7 @@ class MuonRule(Rule):
         ]
         for batch in in_batches([each.kind for each in alone]):
             works = [alone[i] for i in batch]
-            updates = orthogonalize(works, stacked(works[0].directions(works)))
+            updates = orthogonalize(works, stacked(type(works[0]).directions(works)))
             for each, update in zip(works, updates, strict=True):
                 each.update, each.row_moment = each.finish(update, each.state.get("normuon_v"))
 

@@ -23,6 +23,7 @@ class Channel:
     sequence: int = 0
     wounded: bool = False  # a failure was decided here, and no step has succeeded since
     closed: str = ""  # why it can no longer be used
+    inherited: bool = False  # over the caller's groups: an operation begun there stays begun
     renewed: bool = False  # its members make another one: see `Session.renew`
     lock: threading.RLock = field(default_factory=threading.RLock)
     # Weak: the session lives until the default group is gone, which may be one of these.

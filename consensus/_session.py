@@ -116,7 +116,7 @@ class Session:
 
         def look_around() -> None:
             for each in meetings.values():
-                self._whereabouts.look_around(each, nesting().around(), patience)
+                self._look_around(each, patience)
 
         patience.on_wait, patience.on_slice = post, look_around
         with self.lock:
@@ -239,10 +239,9 @@ class Session:
         def warn(seconds: float) -> None:
             self._whereabouts.warn(channel.name, channel.members, sequence, patience)
 
-        def look_around() -> None:
-            self._whereabouts.look_around(meeting, nesting().around(), patience)
-
-        patience.on_wait, patience.on_soft, patience.on_slice = post, warn, look_around
+        patience.on_wait, patience.on_soft = post, warn
+        if not channel.inherited:  # else what was begun would meet what is sent there next
+            patience.on_slice = partial(self._look_around, meeting, patience)
         channel.sequence += 1
         self._begun[channel.name] = channel.sequence
         try:
@@ -268,12 +267,15 @@ class Session:
         that lie inside, and meet again under names that nobody has waited for.
         """
         token = f"{digest([within.name.encode(), b'%d' % within.sequence]):016x}"
-        inside = [ranks for ranks, _ in self._renewals if set(ranks) <= set(within.members)]
-        self._renewals = [each for each in self._renewals if each[0] not in inside]
+        past = {old for ranks, old in self._renewals if set(ranks) <= set(within.members)}
+        self._renewals = [each for each in self._renewals if each[1] not in past]
         self._renewals.insert(0, (within.members, token))
+        for name in [name for name in self._begun if name.rpartition("/")[2] in past]:
+            del self._begun[name]  # nobody meets there again
         with self.lock:
             for key, channel in list(self._channels.items()):
-                if channel is not within and set(channel.members) <= set(within.members):
+                inside = set(channel.members) <= set(within.members) and channel is not within
+                if inside and not channel.inherited:  # the caller's groups cannot be made anew
                     del self._channels[key], self._begun[channel.name]
                     channel.renewed = True
                     self.close(channel, "a failure was decided around it")
@@ -282,9 +284,11 @@ class Session:
 
     def _meeting(self, name: str, members: Ranks) -> Meeting:
         """Return where these ranks meet next under ``name``, the same on all of them."""
-        tokens = (token for ranks, token in self._renewals if set(members) <= set(ranks))
-        name = "/".join([name, *([token] if (token := next(tokens, "")) else [])])
-        return Meeting(name, self._begun[name], members)
+        tokens = [token for ranks, token in self._renewals if set(members) <= set(ranks)]
+        return Meeting(name := "/".join([name, *tokens[:1]]), self._begun[name], members)
+
+    def _look_around(self, meeting: Meeting, patience: Patience) -> None:
+        self._whereabouts.look_around(meeting, nesting().around(), patience)
 
     # ---- making a channel ----
 
@@ -310,7 +314,7 @@ class Session:
                     f"{backend=} needs process groups of ranks {wanted_groups}; those of rank "
                     f"{self.rank} are not all known. Name them, or use 'auto'."
                 )
-            return Channel(name, members, inherited)
+            return Channel(name, members, inherited, inherited=True)
         by_store = StoreLink(self._client, name, members, self.rank)
         if backend == "store":
             return Channel(name, members, by_store)
@@ -339,9 +343,7 @@ class Session:
         patience = Patience(whole.phase, hard=whole.hard, started=whole.started)
         patience.on_wait = post = partial(self._whereabouts.post, key, Post(0, whole.phase))
         if meeting is not None:
-            patience.on_slice = lambda: self._whereabouts.look_around(
-                meeting, nesting().around(), patience
-            )
+            patience.on_slice = partial(self._look_around, meeting, patience)
         protocol = tally(key, members, value, nonce=secrets.token_hex(8))
         try:
             verdict = _store.drive_store(protocol, self._client, patience)
@@ -358,9 +360,8 @@ class Session:
         """Make a link of this kind and ask it a question whose answer is known."""
         if kind == "gloo" and not dist.is_gloo_available():
             return None, "this torch has no gloo"
-        index = members.index(self.rank)
-        size = len(members)
-        seconds = patience.left / 2
+        index, size = members.index(self.rank), len(members)
+        seconds = min(patience.left / 2, _transport.CONNECT_S)
         link: Link
         try:
             if kind == "tcp":

@@ -33,7 +33,7 @@ import selectors
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -173,7 +173,9 @@ class HopLink:
             while self._listen(0):  # all that has come: the news stands behind the words
                 pass
             reduced = self._run(program, patience)
-        except BaseException:  # Ctrl-C too: the peers must neither wait nor go on
+        except BaseException as error:  # Ctrl-C too: the peers must neither wait nor go on
+            if self._closed and isinstance(error, Exception):  # by another thread, amid a wait
+                raise LinkBroken("the control group was closed", expired=False) from None
             self.close()
             raise
         self._number += 1
@@ -231,7 +233,7 @@ class HopLink:
         """Wait for one slice at most."""
         if not self._listen(min(SLICE_S, patience.left)):
             patience.look_up()
-            if patience.left <= 0:
+            if patience.left <= 0 and not self._listen(0):  # this rank may have been stopped
                 raise LinkBroken(f"no answer in {patience.waited:.1f} s", expired=True)
 
     def _listen(self, seconds: float) -> bool:
@@ -301,12 +303,12 @@ def connect(
                 found = socket.create_connection((host, port), timeout=seconds)
                 connected[peer] = unless_all.enter_context(found)
                 found.sendall(_HELLO.pack(word, index, peer))
-            while missing := wanted - set(connected):
-                if patience.left <= 0:
-                    late = join_ranks([members[peer] for peer in missing])
-                    raise LinkBroken(f"{late} did not connect to rank {rank}", expired=True)
-                if (came := _accept(listener, word, index, missing)) is not None:
-                    connected[came[0]] = unless_all.enter_context(came[1])
+            missing = wanted - set(connected)
+            for peer, found in _accept(listener, word, index, missing, patience):
+                connected[peer] = unless_all.enter_context(found)
+            if missing:
+                late = join_ranks([members[peer] for peer in missing])
+                raise LinkBroken(f"{late} did not connect to rank {rank}", expired=True)
             unless_all.pop_all()
     return HopLink(connected, members, rank)
 
@@ -321,21 +323,30 @@ def _addresses(
 
 
 def _accept(
-    listener: socket.socket, word: int, index: int, missing: set[int]
-) -> tuple[int, socket.socket] | None:
-    """Wait for a slice; return a peer and its connection. Who does not know the word is none."""
-    listener.settimeout(SLICE_S)
-    try:
-        found, _ = listener.accept()
-    except TimeoutError:
-        return None
-    with contextlib.suppress(OSError, struct.error):
-        found.settimeout(SLICE_S)
-        said, peer, to = _HELLO.unpack(found.recv(_HELLO.size))
-        if (said, to) == (word, index) and peer in missing:
-            return peer, found
-    found.close()
-    return None
+    listener: socket.socket, word: int, index: int, missing: set[int], patience: Patience
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield peers and their connections, until none is ``missing`` or time is up.
+
+    Who does not know the word is none. All that connect are heard at once, so one that says
+    nothing, or not yet, delays nobody.
+    """
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:
+        selector.register(listener, selectors.EVENT_READ)
+        while missing and patience.left > 0:
+            for key, _ in selector.select(min(SLICE_S, patience.left)):
+                if key.fileobj is listener:
+                    with contextlib.suppress(OSError):  # it may be gone again
+                        came, _ = listener.accept()
+                        undo.callback(came.close)
+                        came.setblocking(False)
+                        selector.register(came, selectors.EVENT_READ)
+                    continue
+                found: Any = selector.unregister(key.fileobj).fileobj
+                with contextlib.suppress(OSError, struct.error):
+                    said, peer, to = _HELLO.unpack(found.recv(_HELLO.size))
+                    if (said, to) == (word, index) and peer in missing:
+                        missing.remove(peer)
+                        yield peer, found.dup()
 
 
 def _drop(client: StoreClient, key: str) -> None:

@@ -193,23 +193,24 @@ def get_within(store: Any, *, keys: Sequence[str], seconds: float) -> list[Any] 
 
 
 def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patience) -> T:
-    """Run a store protocol; when its deadline passes it may tell the others, and then ends.
+    """Run a store protocol; when it leaves a wait it may tell the others, and then ends.
 
     Raises:
-        LinkBroken: The deadline passed, a peer's did, or the store failed.
+        LinkBroken: The wait was left, here or by a peer, or the store failed.
     """
     go_on = partial(protocol.send, None)
-    expired: LinkBroken | None = None
+    own: LinkBroken | None = None
     try:
         while True:
             wanted = go_on()
             try:
                 answer = _answer(wanted, client, patience)
             except LinkBroken as broken:
-                if expired is not None or not broken.expired:
+                if own is not None:
                     raise
-                expired = broken
-                go_on = partial(protocol.throw, GaveUp(f"a rank waited {patience.waited:.1f} s"))
+                own = broken
+                why = f"a rank waited {patience.waited:.1f} s" if broken.expired else str(broken)
+                go_on = partial(protocol.throw, GaveUp(why))
                 patience = Patience(patience.phase, hard=NAMING_S)
             else:
                 go_on = partial(protocol.send, answer)
@@ -217,7 +218,7 @@ def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patie
         result: T = stop.value
         return result
     except GaveUp as gave_up:
-        raise expired or LinkBroken(f"planning was given up: {gave_up}", expired=False) from None
+        raise own or LinkBroken(f"planning was given up: {gave_up}", expired=False) from None
 
 
 def _answer(wanted: StoreRequest, client: StoreClient, patience: Patience) -> int | bytes | None:

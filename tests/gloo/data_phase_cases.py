@@ -57,6 +57,7 @@ ON: tuple[Meshes, ...] = (ROWS_ON_2, ROWS_ON_3, HSDP, FSDP_OVER_TP)
 STAGES: dict[str, tuple[Any, str]] = {
     "prepare": (_muon_rule.MuonRule, "_prepare"),
     "dense direction": (_muon_rule.MuonRule.pending, "direction"),
+    "dense directions": (_muon_rule.MuonRule.pending, "directions"),
     "quantised direction": (_gefen_muon_rule.QuantizedPending, "direction"),
     "pack": (_reshard, "_pack"),
     "assemble": (_by_all, "assemble"),
@@ -202,12 +203,12 @@ MODES = (
     Mode(
         "Hybrid of dense Muon and AdamW",
         _hybrid(muon="dense", backup="adamw", **EXACT, **VARIANT),
-        {**heard("moments", "dense direction", "normalize rows", "count"), **unheard("mask")},
+        {**heard("moments", "dense directions", "normalize rows", "count"), **unheard("mask")},
     ),
     Mode(
         "Hybrid of dense Muon by owners and AdamW",
         _hybrid(muon="dense", backup="adamw", **OWNERS),
-        {**heard("moments", "dense direction"), **BY_OWNERS},
+        {**heard("moments", "dense directions"), **BY_OWNERS},
         by_owners=True,
     ),
 )

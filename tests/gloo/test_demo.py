@@ -130,7 +130,7 @@ def test_check_reports_a_job() -> None:
     assert "gloo" in lines["backends"]
     assert lines["control device"] == "cpu"
     assert lines["enclosing group"] == "ranks 0, 1"
-    assert lines["votes go over"].startswith("a private gloo group")
+    assert lines["votes go over"].startswith("connections between the ranks")
     for timed in ("one vote", "  its message", "bare all_reduce"):
         found = re.match(r"min (\d+), median (\d+), max (\d+) us", lines[timed])
         assert found is not None
