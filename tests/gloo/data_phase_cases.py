@@ -203,7 +203,7 @@ MODES = (
     Mode(
         "Hybrid of dense Muon and AdamW",
         _hybrid(muon="dense", backup="adamw", **EXACT, **VARIANT),
-        {**heard("moments", "dense directions", "normalize rows", "count"), **unheard("mask")},
+        {**heard("moments", "dense direction", "normalize rows", "count"), **unheard("mask")},
     ),
     Mode(
         "Hybrid of dense Muon by owners and AdamW",

@@ -279,17 +279,21 @@ def test_a_stranger_who_connects_is_no_peer() -> None:
         struct.pack("<qqq", 77, 5, 2),  # meant for another rank
         struct.pack("<qqq", 77, 4, 3),  # is not expected
     ]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        for hello in hellos:
-            with socket.create_connection(listener.getsockname()) as stranger:
-                stranger.sendall(hello)
-                assert _sockets._accept(listener, word, index, missing) is None
-        with socket.create_connection(listener.getsockname()) as peer:
-            peer.sendall(struct.pack("<qqq", word, 6, index))
-            accepted = _sockets._accept(listener, word, index, missing)
-            assert accepted is not None
-            assert accepted[0] == 6
-            accepted[1].close()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def says(hello: bytes) -> None:
+            stranger = stack.enter_context(socket.create_connection(listener.getsockname()))
+            stranger.sendall(hello)
+
+        for hello in (b"", *hellos):  # the first says nothing, and delays nobody
+            says(hello)
+        says(struct.pack("<qqq", word, 6, index))
+        patience = Patience("connecting", hard=20.0)
+        accepted = _sockets._accept(listener, word, index, missing, patience)
+        peer, connected = next(accepted)
+        assert (peer, missing) == (6, {5})
+        connected.close()
 
 
 def one_does_not_connect(rank: int, job: Job) -> str:
