@@ -118,6 +118,7 @@ def a_first_step_that_one_rank_never_reaches(rank: int) -> tuple[str, int]:
 def test_a_failure_before_the_first_step_of_an_optimizer_reaches_all() -> None:
     by_rank = on_ranks(a_first_step_that_one_rank_never_reaches, 3)
     for text, num_states in by_rank:
-        assert "train step failed on rank 1" in text
-        assert "ValueError: no data" in text
+        # Whoever leaves planning first gives it up for the others, who then say so as well.
+        assert "train step failed on rank" in text
+        assert "rank 1: ValueError: no data" in text
         assert num_states > 0
