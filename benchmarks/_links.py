@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from benchmarks._votes import Span
+from benchmarks._votes import Span, meeting
 from consensus import _sockets
 from consensus._hops import WAYS
 from consensus._store import StoreClient
@@ -35,7 +33,7 @@ def time_links(
         Words -> link -> spans, and seconds that making each link took.
     """
     links, making = _links(rank)
-    meet = _meeting()
+    meet = meeting()
     flag = torch.zeros(1, dtype=torch.int32)
 
     def bare() -> None:
@@ -106,15 +104,3 @@ def _tcp(store: Any, client: StoreClient, way: str, rank: int, size: int) -> Lin
     )
     link.way = way
     return link
-
-
-def _meeting() -> Callable[[], None]:
-    """Return a barrier on connections and threads of its own, so that it warms up nobody's."""
-    store = PrefixStore("benchmark meeting", distributed_c10d._get_default_store())
-    minute = timedelta(seconds=60)
-    group: Any = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), minute)
-
-    def meet() -> None:
-        group.barrier().wait()
-
-    return meet

@@ -49,7 +49,7 @@ def time_votes(
     See [Note: ranks meet before every sample]. The order of contenders is drawn anew each round,
     the same on all ranks, since each leaves the caches to the next.
     """
-    calls, meet = _contenders(), _meeting()
+    calls, meet = _contenders(), meeting()
     order = random.Random(seed)
     names = list(contenders)
     spans: dict[str, list[Span]] = {name: [] for name in names}
@@ -80,7 +80,7 @@ def time_first_agreement(rank: int) -> list[Span]:
         param.grad = torch.zeros_like(param)
     optimizer = torch.optim.SGD([(f"layer {i}", param) for i, param in enumerate(params)])
     group = consensus.control_group(optimizer)
-    meet = _meeting()
+    meet = meeting()
 
     def step() -> None:
         with consensus.preflight(optimizer):
@@ -124,7 +124,7 @@ def _contenders() -> dict[str, Callable[[], object]]:
     }
 
 
-def _meeting() -> Callable[[], None]:
+def meeting() -> Callable[[], None]:
     """Return a barrier on connections and threads of its own, so that it warms up nobody's."""
     store = PrefixStore("benchmark meeting", distributed_c10d._get_default_store())
     minute = timedelta(seconds=60)

@@ -285,7 +285,8 @@ class Session:
     def _meeting(self, name: str, members: Ranks) -> Meeting:
         """Return where these ranks meet next under ``name``, the same on all of them."""
         tokens = [token for ranks, token in self._renewals if set(members) <= set(ranks)]
-        return Meeting(name := "/".join([name, *tokens[:1]]), self._begun[name], members)
+        place = "/".join([name, *tokens[:1]])
+        return Meeting(place, self._begun[place], members)
 
     def _look_around(self, meeting: Meeting, patience: Patience) -> None:
         self._whereabouts.look_around(meeting, nesting().around(), patience)
@@ -364,12 +365,11 @@ class Session:
         seconds = min(patience.left / 2, _transport.CONNECT_S)
         link: Link
         try:
+            where = (name, members, self.rank)
             if kind == "tcp":
-                link = _sockets.connect(
-                    self._store, self._client, name, members, self.rank, seconds=seconds
-                )
+                link = _sockets.connect(self._store, self._client, *where, seconds=seconds)
             else:
-                link = _transport.make_gloo(self._store, name, members, self.rank, seconds=seconds)
+                link = _transport.make_gloo(self._store, *where, seconds=seconds)
             asked = (index + 1, size - index)
             trial = Patience("control group trial", hard=min(TRIAL_S, patience.left))
             got = tuple(link.all_reduce_max(asked, trial))

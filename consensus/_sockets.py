@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
-import os
 import selectors
 import socket
 import struct
@@ -39,6 +38,7 @@ from typing import Any
 import torch
 
 from consensus import _hops
+from consensus._address import own_address
 from consensus._hops import Exchange, Hop, Reducing
 from consensus._store import StoreClient
 from consensus._text import join_ranks
@@ -50,7 +50,6 @@ _HEAD = struct.Struct("<qq")  # number of a message, how many words follow
 _HELLO = struct.Struct("<qqq")  # name of the group, index of the sender, index of the receiver
 _GAVE_UP, _GONE = -1, -2  # instead of a number of words; the index of the rank at fault follows
 _READ = 1 << 18  # bytes
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class _Connection:
@@ -65,6 +64,10 @@ class _Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setblocking(False)
+
+    def __del__(self) -> None:
+        """Give back what nobody closed; the peer sees a rank that is gone, not one that gave up."""
+        self.socket.close()
 
     def send(self, data: bytes) -> None:
         """Send as much as the kernel takes now; the rest is left in ``unsent``."""
@@ -287,7 +290,7 @@ def connect(
     wanted = set(_hops.peers(index, len(members)))
     below = sorted(peer for peer in wanted if peer < index)  # they listen to this rank
     word = digest([name.encode()])  # known to who can read the store, since the name is random
-    address = _address(job_store)
+    address = own_address(job_store)
     key = f"{name}/address"
     with contextlib.ExitStack() as undo:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -352,26 +355,3 @@ def _accept(
 def _drop(client: StoreClient, key: str) -> None:
     with contextlib.suppress(LinkBroken):
         client.drop([key], Patience("connecting", hard=NAMING_S))
-
-
-def _address(store: Any) -> str:
-    """Return where peers reach this rank: of GLOO_SOCKET_IFNAME, or that the job's store sees."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return _address_of(interface)
-    while hasattr(store, "underlying_store"):  # a PrefixStore
-        store = store.underlying_store
-    host, port = getattr(store, "host", socket.gethostname()), getattr(store, "port", 1)
-    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)  # sends nothing: it only chooses a route
-        return str(probe.getsockname()[0])
-
-
-def _address_of(interface: str) -> str:
-    import fcntl  # not everywhere; elsewhere the interface cannot be chosen
-
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-    return socket.inet_ntoa(answer[20:24])

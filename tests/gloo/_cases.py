@@ -8,7 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Shard
@@ -89,6 +91,17 @@ def on_ranks(worker: Callable[..., Any], world_size: int, *args: object) -> tupl
     """Return what each rank returns; a rank that hangs or fails fails the test, with its stack."""
     ranks = run_ranks(worker, world_size, *args, timeout=LIVENESS_S, group_timeout=DATA_PLANE_S)
     return ranks.values()
+
+
+def form_group(rank: int, folder: str, number: int) -> None:
+    """Form the default group of two ranks, the ``number``-th one, over a file of its own."""
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(f"{folder}/{number}", 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=LIVENESS_S),
+    )
 
 
 def caught(call: Callable[[], object]) -> BaseException | None:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,16 @@ from adapters import Muon
 from consensus import any_failed, control_group, groups
 from consensus._session import current_session
 from consensus.testing import run_ranks
-from tests.gloo._cases import LIVENESS_S, Recorder, Trained, caught, on_ranks, tell, wait_for
+from tests.gloo._cases import (
+    LIVENESS_S,
+    Recorder,
+    Trained,
+    caught,
+    form_group,
+    on_ranks,
+    tell,
+    wait_for,
+)
 from tests.gloo.test_groups import failing, parameter
 
 pytestmark = pytest.mark.slow
@@ -185,13 +193,7 @@ def two_jobs_in_turn(rank: int, folder: str) -> list[Any]:
     found: list[Any] = []
     trained: Trained | None = None
     for number in range(2):
-        dist.init_process_group(
-            "gloo",
-            store=FileStore(f"{folder}/{number}", 2),
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=LIVENESS_S),
-        )
+        form_group(rank, folder, number)
         if trained is not None:  # its mesh is gone with the first job
             found.append(any_failed(rank == 1, control_group(None)))
         trained = Trained.on()

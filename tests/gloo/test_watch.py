@@ -12,20 +12,18 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 import consensus
 from consensus import GroupFailure, LateRanks, any_failed, control_group, fail_together
 from consensus.testing import run_ranks
-from tests.gloo._cases import LIVENESS_S, caught, on_ranks, tell, wait_for
+from tests.gloo._cases import LIVENESS_S, caught, form_group, on_ranks, tell, wait_for
 from tests.gloo.test_group_lifetime import consensus_threads
 
 pytestmark = pytest.mark.slow
@@ -131,13 +129,7 @@ def in_groups_one_after_the_other(rank: int, folder: str) -> tuple[BaseException
     """Watch in three process groups; in the second, rank 0 fails while rank 1 is busy."""
     error = None
     for number in range(3):
-        dist.init_process_group(
-            "gloo",
-            store=FileStore(f"{folder}/{number}", 2),
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=LIVENESS_S),
-        )
+        form_group(rank, folder, number)
         assert consensus.watch()
         assert consensus.watch()  # does nothing more
         dist.all_reduce(torch.ones(1))

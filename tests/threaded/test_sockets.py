@@ -6,15 +6,17 @@ Ranks are threads, each with its own end of real connections; events order them,
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import struct
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from consensus import _hops, _sockets
 from consensus._sockets import HopLink
@@ -344,17 +346,15 @@ def test_connecting_is_as_many_requests_whatever_the_number_of_ranks() -> None:
         assert others == [["ask", "wait", "ask"]] * (num_ranks - 1)
 
 
-def test_the_address_is_that_of_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    assert _sockets._address(HashStore()) == "127.0.0.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such one")
-    with pytest.raises(OSError, match="No such device"):
-        _sockets._address(HashStore())
-
-
-def test_the_address_is_that_from_which_the_store_is_reached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert _sockets._address(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+def test_connections_that_nobody_closes_are_given_back_in_silence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+    link = HopLink({1: here}, (0, 1), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del link
+        gc.collect()
+    assert here.fileno() == -1
+    assert there.recv(1) == b""  # gone, without having said that it gives up
+    there.close()
