@@ -52,12 +52,13 @@ class Place:
         ]
 
 
-# More ranks than rows, a single row, a single column.
+# More ranks than rows, a single row, a single column; several of a shape, with rows and without.
 SHAPES: tuple[Shape, ...] = (
     *((8, 8), (6, 16), (16, 6), (9, 5), (5, 9)),
     *((1, 4), (4, 1), (2, 4), (3, 3), (8, 8)),
+    *((5, 7),) * 9,
 )
-WITH_ROWS = frozenset((1, 3, 5, 6))
+WITH_ROWS = frozenset((1, 3, 5, 6, *range(10, 19)))
 ROWS_ON_TWO = Place((Cut(0, 2),))
 
 
