@@ -174,6 +174,9 @@ def readable(dump: str, names: Mapping[int, str], first: int, *, alone: bool) ->
     shown = [each for each in order if not names.get(each, "").startswith("consensus-")]
     shown = [each for each in shown if each == first or not alone]
     parts = []
+    if first not in stacks:  # faulthandler lists 100 threads, and the main one is the oldest
+        name = names.get(first, f"thread {first:#x}")
+        parts.append(f"{name} is not shown: this process has too many threads, others are newer")
     for thread in shown[:MAX_THREADS]:
         frames, more = stacks[thread][:MAX_FRAMES], len(stacks[thread]) - MAX_FRAMES
         title = f"{names.get(thread, f'thread {thread:#x}')}, innermost call first"

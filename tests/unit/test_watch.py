@@ -28,6 +28,7 @@ from consensus._watch import (
     stacks_of_threads,
 )
 from consensus.errors import MAX_STACK_LINES, LateRanks
+from consensus.testing import run_ranks
 
 DUMP = """Thread 0x00000000000000a1 (most recent call first):
   File "/a/_store.py", line 3 in _serve
@@ -73,7 +74,16 @@ def wait_in_a_lock(inside: threading.Event, leave: threading.Lock) -> None:
     leave.acquire()
 
 
-def test_stacks_of_this_process_name_its_threads_and_where_they_are() -> None:
+def test_a_thread_that_the_dump_leaves_out_is_said_to_be_missing() -> None:
+    text = readable(
+        "Thread 0x2 (most recent call first):\n  File f", {1: "MainThread"}, 1, alone=False
+    )
+    first, *rest = text.splitlines()
+    assert first.startswith("MainThread is not shown: this process has too many threads")
+    assert rest == ["thread 0x2, innermost call first", "  File f"]
+
+
+def stacks_of_a_process(rank: int) -> None:
     inside, leave = threading.Event(), threading.Lock()
     leave.acquire()
     thread = threading.Thread(target=wait_in_a_lock, args=(inside, leave), name="loader")
@@ -82,7 +92,7 @@ def test_stacks_of_this_process_name_its_threads_and_where_they_are() -> None:
     try:
         text = stacks_of_threads()
         assert text.startswith("MainThread, innermost call first\n")
-        assert "in test_stacks_of_this_process_name_its_threads_and_where_they_are" in text
+        assert "in stacks_of_a_process" in text
         assert "in wait_in_a_lock" in text.partition("loader, innermost call first\n")[2]
         alone = stacks_of_threads(thread.ident)
         assert alone.startswith("loader, innermost call first\n")
@@ -90,6 +100,11 @@ def test_stacks_of_this_process_name_its_threads_and_where_they_are() -> None:
     finally:
         leave.release()
         thread.join()
+
+
+def test_stacks_of_a_process_name_its_threads_and_where_they_are() -> None:
+    """In one of its own: of many threads, such as other tests may leave, some are not shown."""
+    run_ranks(stacks_of_a_process, 1, init=False, timeout=40.0).values()
 
 
 def test_an_error_shows_ranks_at_the_same_place_together_and_keeps_the_rest() -> None:
