@@ -6,11 +6,16 @@ no Python handler. faulthandler's handler is C: it runs in whichever thread the 
 reads the frames of all threads without the GIL, and writes to an open file. Registered with
 ``chain=True`` it then raises the signal again with the disposition it found, which ends the
 process. So the end of the process says that the stack is written: no size to poll, no marker.
+
+The signal goes to the main thread alone, where the system can (tgkill). A signal to the process is
+taken by whichever thread wakes first: the main thread of a stopped rank, going on at the same time,
+would have left the place where it stopped before another thread has written it down.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import os
@@ -19,7 +24,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -59,7 +64,7 @@ def end_with_parent(parent: int) -> None:
 def demand_stacks(processes: Sequence[BaseProcess]) -> None:
     """In the parent: have each of these processes write its stacks and end, for a bounded time."""
     for process in processes:
-        _send(process, _SIGNAL)
+        _send(process, _SIGNAL, _kill_main_thread)
         _send(process, signal.SIGCONT)  # a stopped process takes no other signal
     waiting = [process.sentinel for process in processes]
     deadline = time.monotonic() + _DUMP_SECONDS
@@ -82,10 +87,19 @@ def kill_group(process: BaseProcess) -> None:
             process.kill()
 
 
-def _send(process: BaseProcess, number: int) -> None:
+def _send(process: BaseProcess, number: int, kill: Callable[[int, int], object] = os.kill) -> None:
     if process.pid is not None and process.exitcode is None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
+            kill(process.pid, number)
+
+
+def _kill_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process; to the process where that is not offered."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "tgkill"):  # outside Linux
+        os.kill(pid, number)
+    else:
+        libc.tgkill(pid, pid, number)  # fails only when it has just ended
 
 
 def stack_of(thread: threading.Thread) -> str:
