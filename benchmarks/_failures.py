@@ -131,7 +131,8 @@ class Seen:
     Attributes:
         error: Its type, or "" when the step was made.
         text: Of the error.
-        names: Ranks that it says are late, gone or have failed; one whose connection broke has not.
+        names: Ranks that it says have failed or are gone, or late where none is gone. A rank whose
+            connection broke has not failed, and where one is gone others are kept by that.
         kinds: Names of the error's class and bases.
         at: When, by a clock that all processes share; seconds.
         changed: What was written, which should be nothing.
@@ -199,10 +200,10 @@ def suffer(rank: int, rows: Sequence[Row], folder: str) -> Seen:
 def _seen(error: BaseException | None, optimizer: Muon, before: Snapshot) -> Seen:
     at, changed, names = time.monotonic(), "", set[int]()
     if isinstance(error, LateRanks):
-        names |= set(error.ranks)
+        names |= set(error.gone or error.ranks)
     if isinstance(error, GroupFailure):
         own = {f.rank for f in error.failures if not says_transport(f.message)}
-        names |= own | set(error.late_ranks)
+        names |= own | set(error.gone or error.late_ranks)
     try:
         assert_unchanged(optimizer, before)
     except AssertionError as difference:

@@ -32,13 +32,13 @@ from consensus.vote import Ranks
 class Absence:
     """What the store says of an agreement that did not come about."""
 
-    late: Ranks  # have not posted that they reached it
+    late: Ranks  # have not posted that they reached it, or are gone
     phases: dict[int, str]  # where the late ones were last seen
     failures: tuple[Failure, ...]  # what ranks that gave up had to report
     seconds: float
     reason: str
     closed: bool = False  # the channel had been closed before
-    gone: bool = False  # a connection broke, and not because somebody's deadline had passed
+    gone: Ranks = ()  # of the late: their connections broke, and no deadline had passed
     silent: bool = False  # the store could not be asked, so nobody knows who is late
     stacks: dict[int, str] = field(default_factory=dict)  # of late ranks, if they were asked
 
@@ -185,10 +185,16 @@ class Whereabouts:
             threading.Event().wait(0.05)
         late = self._late(posts, members, sequence)
         met = [post for post in posts.values() if post.sequence == sequence]
+        gone: Ranks = ()
         # A peer whose deadline passes closes its connections too, and then nobody is gone.
-        gone = broken.connection and not any(post.expired for post in met)
-        if not gone:
-            self._ask_where(late, f"{name}/stack/{sequence}/hard", patience)
+        if broken.connection and not any(post.expired for post in met):
+            if broken.gone is not None:  # perhaps one that had come and then died
+                gone = (broken.gone,)
+                late = tuple(sorted({*late, *gone}))
+            elif len(late) == 1:
+                gone = late
+        alive = tuple(rank for rank in late if rank not in gone)
+        self._ask_where(alive, f"{name}/stack/{sequence}/hard", patience)
         return Absence(
             late,
             phases={rank: posts[rank].phase for rank in late if rank in posts},

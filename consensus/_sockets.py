@@ -269,7 +269,7 @@ class HopLink:
         rank = self._members[who]
         if kind == _GONE:
             text = f"the connection to rank {rank} was closed by peer"
-            return LinkBroken(text, expired=False, connection=True)
+            return LinkBroken(text, expired=False, connection=True, gone=rank)
         return LinkBroken(f"rank {rank} gave up", expired=False)
 
 

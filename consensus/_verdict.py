@@ -88,6 +88,7 @@ def broken_error(vote: Vote, own: tuple[Failure, ...], broken: AgreementBroken) 
             tuple(failures[rank] for rank in sorted(failures)),
             recoverable=False,
             late_ranks=absent.late,
+            gone=absent.gone,
             stacks=absent.stacks,
             advice=f"{_CLOSED if absent.closed else _LOST} ({tidy(absent.reason)}).",
         )

@@ -33,13 +33,17 @@ NAMING_S = 2.0  # how long late ranks are looked up before an error is raised wi
 class LinkBroken(Exception):
     """A message did not get through; ``expired`` when our own deadline ended the wait.
 
-    ``connection`` when it was not, and a connection to a peer broke.
+    ``connection`` when it was not, and a connection to a peer broke; ``gone`` is that peer, or one
+    that another rank has lost, where the transport knows it.
     """
 
-    def __init__(self, reason: str, *, expired: bool, connection: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, expired: bool, connection: bool = False, gone: int | None = None
+    ) -> None:
         super().__init__(reason)
         self.expired = expired
         self.connection = connection
+        self.gone = gone
 
 
 @dataclass(slots=True)

@@ -61,7 +61,8 @@ class GroupFailure(ConsensusError):
             rank is gone or late, or when the failure was fatal: training must not go on.
         fatal: A rank is leaving for good (KeyboardInterrupt, SystemExit, ...).
         phases: Where every rank was, when not all were in the same phase.
-        late_ranks: Ranks that never came to this agreement.
+        late_ranks: Ranks that had not come to this agreement when it was given up.
+        gone: As in :class:`LateRanks`, of ``late_ranks``.
         stacks: As in :class:`LateRanks`.
     """
 
@@ -74,6 +75,7 @@ class GroupFailure(ConsensusError):
         fatal: bool = False,
         phases: Mapping[int, str] | None = None,
         late_ranks: tuple[int, ...] = (),
+        gone: tuple[int, ...] = (),
         stacks: Mapping[int, str] | None = None,
         advice: str = "",
     ) -> None:
@@ -84,6 +86,7 @@ class GroupFailure(ConsensusError):
         self.fatal = fatal
         self.phases = dict(phases or {})
         self.late_ranks = late_ranks
+        self.gone = gone
         self.stacks = dict(stacks or {})
         super().__init__(self._compose(advice))
 
@@ -99,8 +102,7 @@ class GroupFailure(ConsensusError):
         lines += _fit([f"  {join_ranks(same)}: {text}" for text, same in causes], MAX_CAUSES)
         if len(set(self.phases.values())) > 1:
             lines += _fit([f"  {where}" for where in _where(self.phases)], MAX_PHASES)
-        if self.late_ranks:
-            lines.append(f"  {join_ranks(self.late_ranks)} did not come to this agreement")
+        lines += [f"  {absent}" for absent in _absent(self.late_ranks, self.gone)]
         lines += stack_lines(self.stacks, MAX_STACK_LINES)
         if not self.recoverable:
             lines.append("  The group cannot go on: " + (advice or _why_not(self)))
@@ -173,7 +175,8 @@ class LateRanks(ConsensusError):
         ranks: The ranks that did not come; none if the job's store cannot be asked.
         phases: Rank -> the phase it last posted; a rank that never had to wait has posted none.
         seconds: How long this rank waited.
-        gone: Whether a connection broke, rather than a deadline passed.
+        gone: Those of ``ranks`` whose connection broke, as it does when a process ends; none when
+            a deadline passed. The others may wait where a rank that is gone keeps them.
         stacks: Rank -> where its Python threads were when this rank asked, or why it did not say;
             of the first few of ``ranks``, if this rank called :func:`watch`. The message holds the
             beginning.
@@ -187,7 +190,7 @@ class LateRanks(ConsensusError):
         *,
         seconds: float = 0.0,
         reason: str = "",
-        gone: bool = False,
+        gone: tuple[int, ...] = (),
         silent: bool = False,
         stacks: Mapping[int, str] | None = None,
     ) -> None:
@@ -201,9 +204,9 @@ class LateRanks(ConsensusError):
         self.seconds = seconds
         self.gone = gone
         self.stacks = dict(stacks or {})
-        if ranks and gone:
-            whose = "its connection" if len(ranks) == 1 else "their connections"
-            lines = [f"{phase}: {join_ranks(ranks)} {ranks_are(ranks)} gone, {whose} broke"]
+        if gone:
+            first, *more = _absent(ranks, gone)
+            lines = [f"{phase}: {first}", *(f"  {each}" for each in more)]
         elif ranks:
             lines = [f"{phase}: {join_ranks(ranks)} did not come within {seconds:.1f} s"]
         elif silent:
@@ -226,6 +229,18 @@ class LateRanks(ConsensusError):
 
 class EnclosureError(ConsensusError):
     """No control group can enclose the ranks that are about to meet in collectives."""
+
+
+def _absent(late: tuple[int, ...], gone: tuple[int, ...]) -> list[str]:
+    """Say which ranks are gone, and which of the others had not come; ``late`` holds both."""
+    texts = []
+    if gone:
+        whose = "its connection" if len(gone) == 1 else "their connections"
+        texts.append(f"{join_ranks(gone)} {ranks_are(gone)} gone, {whose} broke")
+    if others := tuple(rank for rank in late if rank not in gone):
+        before = "until then" if gone else "to this agreement"
+        texts.append(f"{join_ranks(others)} did not come {before}")
+    return texts
 
 
 def _by_headline(failures: tuple[Failure, ...]) -> dict[str, tuple[int, ...]]:

@@ -301,4 +301,4 @@ def test_a_rank_keeps_its_own_error_when_its_peer_is_gone() -> None:
     text = ranks[0].value or ""
     assert "GroupFailure" in text
     assert "rank 0: ValueError: my own" in text
-    assert "rank 1 did not come to this agreement" in text
+    assert "rank 1 is gone, its connection broke" in text

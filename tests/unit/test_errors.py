@@ -250,9 +250,17 @@ def test_late_ranks_are_named_with_where_they_were_last_seen() -> None:
 def test_ranks_whose_connection_broke_are_not_called_late(
     ranks: tuple[int, ...], says: str
 ) -> None:
-    error = LateRanks("step", ranks, seconds=0.01, gone=True)
+    error = LateRanks("step", ranks, seconds=0.01, gone=ranks)
     assert str(error) == says
-    assert error.gone
+    assert error.gone == ranks
+
+
+def test_ranks_that_are_kept_by_one_that_is_gone_are_not_called_gone() -> None:
+    lines = ["rank 0 is gone, its connection broke", "ranks 2, 3 did not come until then"]
+    late = LateRanks("step", (0, 2, 3), gone=(0,))
+    assert str(late).splitlines() == [f"step: {lines[0]}", f"  {lines[1]}"]
+    failed = GroupFailure("step", (VALUE_ERROR,), late_ranks=(0, 2, 3), gone=(0,))
+    assert str(failed).splitlines()[2:4] == [f"  {line}" for line in lines]
 
 
 def test_late_ranks_nobody_can_name_are_said_to_be_so() -> None:

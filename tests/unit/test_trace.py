@@ -16,7 +16,7 @@ from consensus import log
 from consensus.__main__ import main
 from consensus._absence import Absence, AgreementBroken
 from consensus._trace import Agreement, Clock, agreements_in, clocks_of, merged, trace_of
-from consensus.vote import Decision, Difference, Fact, Vote
+from consensus.vote import Decision, Difference, Fact, Ranks, Vote
 from tests.simulated import failure
 
 YEAR_2026 = 1_780_000_000_000_000_000
@@ -180,7 +180,7 @@ def test_a_record_says_who_agreed_on_what() -> None:
     )
 
 
-def broken(*, gone: bool) -> AgreementBroken:
+def broken(*, gone: Ranks) -> AgreementBroken:
     return AgreementBroken(Absence((2,), {}, (), 1.0, "timed out", gone=gone))
 
 
@@ -196,8 +196,8 @@ DIFFERENCE = Difference("lr", (("0.1", (0,)), ("0.2", (1,))))
         (Decision(3, failures=(failure(1, "boom"),), fatal=True), None, "fatal", 3),
         (Decision(3, phases=((0, "a"), (1, "b"))), None, "mismatch", 3),
         (Decision(3, differences=(DIFFERENCE,)), None, "disagreed", 3),
-        (None, broken(gone=False), "late", None),
-        (None, broken(gone=True), "gone", None),
+        (None, broken(gone=()), "late", None),
+        (None, broken(gone=(2,)), "gone", None),
         (None, KeyboardInterrupt(), "interrupted", None),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in __all__
 
 from consensus import _watch
-from consensus._absence import Whereabouts
+from consensus._absence import Post, Whereabouts
 from consensus._store import StoreClient
 from consensus._waiting import LinkBroken, Patience
 from consensus._watch import (
@@ -29,6 +29,7 @@ from consensus._watch import (
 )
 from consensus.errors import MAX_STACK_LINES, LateRanks
 from consensus.testing import run_ranks
+from consensus.vote import Ranks
 
 DUMP = """Thread 0x00000000000000a1 (most recent call first):
   File "/a/_store.py", line 3 in _serve
@@ -218,8 +219,39 @@ def test_a_rank_whose_connection_broke_is_not_asked(store: Any) -> None:
     broken = LinkBroken("reset", expired=False, connection=True)
     absence = whereabouts.absence("vote", (0, 1), 5, Patience("load", hard=1.0), broken)
     client.close()
-    assert absence.gone
+    assert absence.gone == (1,)
     assert absence.stacks == {}
+    assert answers.names == []
+
+
+@pytest.mark.parametrize(
+    ("posted", "late", "asked"),
+    [((), (1, 2, 3), (2, 3)), ((2,), (1, 3), (3,)), ((1,), (1, 2, 3), (2, 3))],
+)
+def test_only_the_rank_whose_connection_broke_is_gone(
+    store: Any, posted: Ranks, late: Ranks, asked: Ranks
+) -> None:
+    """Also one that had come before it died; the others are asked where they are."""
+    client = StoreClient(store)
+    for rank in posted:
+        Whereabouts(client, rank).post("vote", Post(5, "load"))
+    whereabouts = Whereabouts(client, 0)
+    whereabouts.watcher = Answers("somewhere")  # type: ignore[assignment]
+    broken = LinkBroken("reset", expired=False, connection=True, gone=1)
+    absence = whereabouts.absence("vote", (0, 1, 2, 3), 5, Patience("load", hard=1.0), broken)
+    client.close()
+    assert (absence.late, absence.gone, tuple(absence.stacks)) == (late, (1,), asked)
+
+
+def test_where_nobody_knows_whose_connection_broke_one_of_many_late_ranks_is_not_accused(
+    store: Any,
+) -> None:
+    client = StoreClient(store)
+    broken = LinkBroken("reset", expired=False, connection=True)
+    patience = Patience("load", hard=1.0)
+    absence = Whereabouts(client, 0).absence("vote", (0, 1, 2), 5, patience, broken)
+    client.close()
+    assert (absence.late, absence.gone) == ((1, 2), ())
 
 
 def test_a_store_that_does_not_answer_is_said_and_no_error(
