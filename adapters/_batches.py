@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from adapters._newton_schulz import newton_schulz, take_steps
+from adapters._newton_schulz import STACKED, newton_schulz, take_steps
 from adapters._plan import MAX_STACKABLE_NUMEL, MAX_STACKED_NUMEL
 from adapters._schedules import Schedule, stretches
 
@@ -86,7 +86,7 @@ def newton_schulz_stacked(
     if kind.schedule.safety != 1:
         norms = norms * kind.schedule.safety
     x = (x / norms.clamp(min=kind.eps)).contiguous()
-    x = take_steps(x, stretches(kind.schedule, kind.shape), torch.baddbmm)
+    x = take_steps(x, stretches(kind.schedule, kind.shape), STACKED)
     return x.mT if is_tall else x
 
 

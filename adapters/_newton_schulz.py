@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from adapters import _symmetric
 from adapters._gefen_math import TINY, average, exact_sqrt
 from adapters._schedules import (
     DEFAULT_COEFFICIENTS,
@@ -25,7 +26,24 @@ from adapters._schedules import (
 DEFAULT_EPS = 1e-7
 DEFAULT_SCHEDULE = Schedule((DEFAULT_COEFFICIENTS,) * DEFAULT_STEPS)
 
-AddProduct: TypeAlias = Callable[..., Tensor]  # torch.addmm, or torch.baddbmm for a stack
+AddProduct: TypeAlias = Callable[..., Tensor]  # called as torch.addmm is
+
+
+class Products(NamedTuple):
+    """How the matrices of a step are multiplied. All ways give the same bits."""
+
+    gram: Callable[[Tensor], Tensor]  # X -> XX'
+    add: AddProduct
+    add_symmetric: AddProduct  # where both factors and what is added are one symmetric matrix
+
+
+def _gram(x: Tensor) -> Tensor:
+    return x @ x.mT
+
+
+SINGLE = Products(_gram, torch.addmm, torch.addmm)
+STACKED = Products(_gram, torch.baddbmm, torch.baddbmm)
+IN_HALVES = Products(_symmetric.gram, torch.addmm, _symmetric.add_product)
 
 
 def nesterov_direction(
@@ -92,47 +110,47 @@ def newton_schulz(
     if is_tall:
         x = x.T  # the product XX' is then the smaller one
     norm = x.norm() if schedule.safety == 1 else x.norm() * schedule.safety
-    x = take_steps(
-        x / norm.clamp(min=eps), stretches(schedule, (x.size(0), x.size(1))), torch.addmm
-    )
+    products = IN_HALVES if _symmetric.pays(x) else SINGLE
+    x = take_steps(x / norm.clamp(min=eps), stretches(schedule, (x.size(0), x.size(1))), products)
     return x.T if is_tall else x
 
 
 def take_steps(
     x: Tensor,  # (..., rows, cols), no more rows than columns
     stretches: Iterable[Stretch],
-    add_product: AddProduct,
+    products: Products,
 ) -> Tensor:
     """Return a normalised matrix, or a stack of them, after all steps; it is not written.
 
     Args:
         x: Its singular values are at most about 1.
         stretches: The steps to take one by one, and those to take two at once.
-        add_product: ``torch.addmm``, or ``torch.baddbmm`` for a stack.
+        products: How to multiply.
     """
     for stretch in stretches:
-        x = (_one_step if len(stretch) == 1 else _two_steps)(x, stretch, add_product)
+        x = (_one_step if len(stretch) == 1 else _two_steps)(x, stretch, products)
     return x
 
 
-def _one_step(x: Tensor, stretch: Stretch, add_product: AddProduct) -> Tensor:
+def _one_step(x: Tensor, stretch: Stretch, products: Products) -> Tensor:
     ((a, b, c),) = stretch
-    gram = x @ x.mT
-    gram_update = add_product(gram, gram, gram, beta=b, alpha=c)
-    return add_product(x, gram_update, x, beta=a)
+    gram = products.gram(x)
+    gram_update = products.add_symmetric(gram, gram, gram, beta=b, alpha=c)
+    return products.add(x, gram_update, x, beta=a)
 
 
-def _two_steps(x: Tensor, stretch: Stretch, add_product: AddProduct) -> Tensor:
+def _two_steps(x: Tensor, stretch: Stretch, products: Products) -> Tensor:
     """Both polynomials from one Gram matrix; see [Note: the gram form] in ``_schedules``."""
     (a, b, c), (next_a, next_b, next_c) = stretch
-    gram = x @ x.mT
-    update = add_product(gram, gram, gram, beta=b, alpha=c)  # the first polynomial, less a I
-    halfway = add_product(gram, gram, update, beta=a)  # R P
-    gram = add_product(halfway, update, halfway, beta=a)  # P R P
+    gram = products.gram(x)
+    update = products.add_symmetric(gram, gram, gram, beta=b, alpha=c)  # the first P, less a I
+    # What follows is symmetric but for rounding, so it is multiplied in full.
+    halfway = products.add(gram, gram, update, beta=a)  # R P
+    gram = products.add(halfway, update, halfway, beta=a)  # P R P
     polynomial = update  # which nobody needs any more as it was
     polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-    update = add_product(gram, gram, gram, beta=next_b, alpha=next_c)
-    return add_product(polynomial, polynomial, update, beta=next_a) @ x
+    update = products.add(gram, gram, gram, beta=next_b, alpha=next_c)
+    return products.add(polynomial, polynomial, update, beta=next_a) @ x
 
 
 def schedule_of(group: Mapping[str, Any]) -> Schedule:
