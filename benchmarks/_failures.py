@@ -20,8 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from adapters import Muon, _by_owners, _reshard
 from adapters._muon_rule import MuonRule
-from consensus import GroupFailure, LateRanks, control_group
-from consensus._session import Session
+from consensus import GroupFailure, LateRanks, _session, control_group
 from consensus._store import StoreClient
 from consensus._text import says_transport
 from consensus.testing import Snapshot, assert_unchanged, faults, inject, snapshot
@@ -234,7 +233,7 @@ def _place(row: Row, optimizer: Muon) -> tuple[Any, str, int]:
     if row.moment == "planning":
         return StoreClient, "add", 1
     if row.moment == "connecting":
-        return Session, "_try", 1
+        return _session, "make_link", 1
     if row.moment == "closure":
         return None, "Muon.step: closure", 1
     if row.moment == "update":

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from consensus import _hops, _sockets, _store, _transport, _waiting, log
+from consensus import _hops, _store, _transport, _waiting, log
 from consensus._absence import Absence, AgreementBroken, Meeting, Post, Whereabouts
 from consensus._channel import Channel
 from consensus._nesting import nesting
@@ -29,6 +29,7 @@ from consensus._sources import options_of
 from consensus._store import StoreClient
 from consensus._tours import TOURS
 from consensus._transport import GroupLink, Link, StoreLink
+from consensus._trial import make_link
 from consensus._waiting import LinkBroken, Patience
 from consensus._watch import Watcher
 from consensus._wire import digest
@@ -38,7 +39,6 @@ from consensus.vote import Decision, Fact, Ranks, Vote
 
 T = TypeVar("T")
 
-TRIAL_S = 30.0  # a fresh gloo group must answer a known question within this
 TORCH_TIMEOUT_S = float(distributed_c10d.default_pg_timeout.total_seconds())
 
 
@@ -123,16 +123,18 @@ class Session:
             # Also when it fails, on every rank, so that a second try meets under other names.
             self._begun.update(each.name for each in meetings.values())
             protocol = plan(scopes, rank=self.rank, rounds=rounds)
-            try:
-                planned = _store.drive_store(protocol, self._client, patience)
-            except LinkBroken as broken:
-                post()
-                found = [
-                    self._whereabouts.absence(name, ranks, 0, patience, broken)
-                    for ranks, name in names.items()
-                ]
-                late = tuple(sorted({rank for absence in found for rank in absence.late}))
-                raise AgreementBroken(replace(found[0], late=late)) from None
+            with log.recording(self.rank, patience.phase, meetings[own[0]]) as record:
+                try:
+                    planned = _store.drive_store(protocol, self._client, patience)
+                except LinkBroken as broken:
+                    post()
+                    found = [
+                        self._whereabouts.absence(name, ranks, 0, patience, broken)
+                        for ranks, name in names.items()
+                    ]
+                    late = tuple(sorted({rank for absence in found for rank in absence.late}))
+                    raise AgreementBroken(replace(found[0], late=late)) from None
+                record.members = len(planned.plan.members)
             self._rounds.update(own)
             for name in names.values():
                 self._whereabouts.withdraw(name)
@@ -177,7 +179,11 @@ class Session:
         key = (plan.key, backend)
         with self.lock:
             if key not in self._channels:
-                self._channels[key] = self._make_channel(plan, backend, inherited, patience)
+                meeting = self._meeting(f"channel/{plan.key:016x}", plan.members)
+                self._begun[meeting.name] += 1  # on every member, also when it fails
+                with log.recording(self.rank, patience.phase, meeting):
+                    made = self._make_channel(plan, backend, inherited, meeting, patience)
+                self._channels[key] = made
             return self._channels[key]
 
     def vote(self, vote: Vote, plan: Plan, channel: Channel, *, patience: Patience) -> Decision:
@@ -195,7 +201,9 @@ class Session:
                 vote.phase, vote.failures, vote.fatal, vote.facts, vote.ranges, channel.positions
             )
             try:
-                with log.recording(self.rank, vote, channel) as record:
+                here = Meeting(channel.name, channel.sequence, channel.members)
+                data_plane = channel.data_plane()
+                with log.recording(self.rank, vote.phase, here, vote, data_plane) as record:
                     decision = self._meet(
                         channel,
                         lambda: _transport.drive(decide(cast, ballot), channel.link, patience),
@@ -294,11 +302,14 @@ class Session:
     # ---- making a channel ----
 
     def _make_channel(
-        self, plan: Plan, backend: str, inherited: Link | None, patience: Patience
+        self,
+        plan: Plan,
+        backend: str,
+        inherited: Link | None,
+        meeting: Meeting,
+        patience: Patience,
     ) -> Channel:
         members = plan.members
-        meeting = self._meeting(f"channel/{plan.key:016x}", members)
-        self._begun[meeting.name] += 1  # on every member, also when it fails
         key = f"{meeting.name}/{meeting.number}"
         wanted = digest([plan.key.to_bytes(8, "little"), backend.encode()])
         met = self._tally(key, members, wanted, patience, meeting)
@@ -321,7 +332,15 @@ class Session:
             return Channel(name, members, by_store)
         kinds = _hops.kinds_of_link(backend)
         for kind, instead in zip(kinds, (*kinds[1:], "the store"), strict=True):
-            link, reason = self._try(kind, name, members, patience)
+            link, reason = make_link(
+                kind,
+                name,
+                members,
+                self.rank,
+                job_store=self._store,
+                client=self._client,
+                patience=patience,
+            )
             tried = 1 if link is not None else 2
             if self._tally(f"{name}/{kind}/trial", members, tried, patience).same and link:
                 return Channel(name, members, link)
@@ -354,30 +373,6 @@ class Session:
             raise AgreementBroken(absence) from None
         self._whereabouts.withdraw(key)
         return verdict
-
-    def _try(
-        self, kind: str, name: str, members: Ranks, patience: Patience
-    ) -> tuple[Link | None, str]:
-        """Make a link of this kind and ask it a question whose answer is known."""
-        if kind == "gloo" and not dist.is_gloo_available():
-            return None, "this torch has no gloo"
-        index, size = members.index(self.rank), len(members)
-        seconds = min(patience.left / 2, _transport.CONNECT_S)
-        link: Link
-        try:
-            where = (name, members, self.rank)
-            if kind == "tcp":
-                link = _sockets.connect(self._store, self._client, *where, seconds=seconds)
-            else:
-                link = _transport.make_gloo(self._store, *where, seconds=seconds)
-            asked = (index + 1, size - index)
-            trial = Patience("control group trial", hard=min(TRIAL_S, patience.left))
-            got = tuple(link.all_reduce_max(asked, trial))
-        except (RuntimeError, OSError, ImportError, LinkBroken) as error:
-            return None, str(error)
-        if got != (size, size):
-            return None, f"expected ({size}, {size}) from a MAX over int64; got {got}"
-        return link, ""
 
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()

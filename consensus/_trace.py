@@ -21,12 +21,12 @@ class Agreement(NamedTuple):
     Attributes:
         rank: The global rank.
         phase: Where this rank was.
-        channel: Name of the control group, never used twice.
+        channel: Name of the control group, or of what is planned; not used twice with one number.
         sequence: Number of the agreement on its channel; equal on all ranks.
         step: Of the optimizer, in a step that came to its vote without an error; else None.
         start_ns: When this rank came, in Unix time.
         duration_ns: Until it left, waiting for others included.
-        messages: How many it took; None when the agreement did not come about.
+        messages: How many it took; None when it did not come about, or went over the store.
         decision: "agreed" (to go on, or to skip), "failed", "fatal", "mismatch" (of phases),
             "disagreed"; or what ended the wait: "late" (a deadline), "gone" (a connection broke),
             "interrupted".
@@ -151,7 +151,7 @@ def clocks_of(traces: Sequence[Sequence[Agreement]]) -> tuple[Clock, ...]:
 
 
 def _ends(trace: Sequence[Agreement]) -> dict[Key, int]:
-    """Return when agreements ended; of those that broke, each rank leaves at another moment."""
+    """Return when votes ended; what broke or went over the store, ranks leave one by one."""
     return {
         (each.channel, each.sequence): each.start_ns + each.duration_ns
         for each in trace

@@ -13,8 +13,10 @@ each agreement is also a range in the profiler's own trace, named by its phase.
 Starts are Unix time in nanoseconds, as in the profiler's traces and in the flight recorder. An
 agreement is known by its channel and sequence number, equal on all of its ranks. ``data_plane``
 holds, for each group that moves data in its scope, the number of its last collective when the
-agreement began: the ``collective_seq_id`` of the flight recorder. Planning and the making of a
-control group go over the store and are no agreements of a channel: they are not logged.
+agreement began: the ``collective_seq_id`` of the flight recorder.
+
+Planning and the making of a control group are logged too, under the name and number of the meeting.
+They go over the store, so ranks leave them apart, and no clock is set by them.
 """
 
 from __future__ import annotations
@@ -26,19 +28,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 from consensus import _trace
-from consensus._absence import AgreementBroken
+from consensus._absence import AgreementBroken, Meeting
 from consensus._trace import Agreement, Clock
 from consensus._waiting import logger
+from consensus.errors import EnclosureError
 from consensus.vote import Decision, Vote
-
-if TYPE_CHECKING:
-    from consensus._channel import Channel
 
 __all__ = ["Agreement", "Clock", "clear", "dump", "merge", "records"]
 
@@ -113,24 +112,43 @@ class recording:
     """A block around one agreement: a record in the log, a range of the profiler if one runs.
 
     Attributes:
-        decision: To be set when the agreement has come about.
+        decision: To be set when the agreement has come about; of a vote only.
+        members: How many ranks agree.
     """
 
-    __slots__ = ("_begun", "_channel", "_range", "_rank", "_vote", "decision")
+    __slots__ = (
+        "_begun",
+        "_data_plane",
+        "_meeting",
+        "_phase",
+        "_range",
+        "_rank",
+        "_vote",
+        "decision",
+        "members",
+    )
 
-    def __init__(self, rank: int, vote: Vote, channel: Channel) -> None:
-        """Note ``vote`` of ``rank`` on ``channel``, whose lock this thread holds."""
-        self._rank, self._vote, self._channel = rank, vote, channel
+    def __init__(
+        self,
+        rank: int,
+        phase: str,
+        meeting: Meeting,
+        vote: Vote | None = None,
+        data_plane: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        """Note that ``rank`` comes to this meeting, with a vote if it is one on a channel."""
+        self._rank, self._phase, self._meeting = rank, phase, meeting
+        self._vote, self._data_plane = vote, data_plane
         self.decision: Decision | None = None
+        self.members = len(meeting.members)
         self._range: record_function | None = None
 
     def __enter__(self) -> recording:
         """Begin a range, which takes 5 us and so is left out where nobody would see it."""
         if profiler._is_profiler_enabled:
-            self._range = record_function(self._vote.phase)
+            self._range = record_function(self._phase)
             self._range.__enter__()  # type: ignore[no-untyped-call]
-        channel = self._channel
-        self._begun = (channel.sequence, channel.data_plane(), time.time_ns(), time.monotonic_ns())
+        self._begun = (time.time_ns(), time.monotonic_ns())
         return self
 
     def __exit__(
@@ -140,21 +158,21 @@ class recording:
         trace: TracebackType | None,
     ) -> None:
         """Note how it ended; an error goes on as it is."""
-        sequence, data_plane, start, begun = self._begun
-        vote, channel, decision = self._vote, self._channel, self.decision
+        start, begun = self._begun
+        vote, decision = self._vote, self.decision
         _records.append(
             Agreement(
                 self._rank,
-                vote.phase,
-                channel.name,
-                sequence,
-                _step_of(vote),
+                self._phase,
+                self._meeting.name,
+                self._meeting.number,
+                None if vote is None else _step_of(vote),
                 start,
                 time.monotonic_ns() - begun,
                 None if decision is None else decision.messages + bool(decision.sums),
-                _end_of_wait(error) if decision is None else _word(decision),
-                len(channel.members),
-                data_plane,
+                _outcome(error) if decision is None else _word(decision),
+                self.members,
+                self._data_plane,
             )
         )
         if self._range is not None:
@@ -175,7 +193,10 @@ def _word(decision: Decision) -> str:
     return "mismatch" if decision.phases else "disagreed" if decision.differences else "agreed"
 
 
-def _end_of_wait(error: BaseException | None) -> str:
-    if not isinstance(error, AgreementBroken):
-        return "interrupted"
-    return "gone" if error.absence.gone else "late"
+def _outcome(error: BaseException | None) -> str:
+    """Return what came of it, in one word, where no decision says so."""
+    if isinstance(error, AgreementBroken):
+        return "gone" if error.absence.gone else "late"
+    if isinstance(error, EnclosureError):
+        return "disagreed"
+    return "agreed" if error is None else "interrupted"

@@ -6,15 +6,13 @@ import json
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from consensus import log
 from consensus.__main__ import main
-from consensus._absence import Absence, AgreementBroken
+from consensus._absence import Absence, AgreementBroken, Meeting
 from consensus._trace import Agreement, Clock, agreements_in, clocks_of, merged, trace_of
 from consensus.vote import Decision, Difference, Fact, Ranks, Vote
 from tests.simulated import failure
@@ -154,15 +152,12 @@ def test_a_file_that_is_no_trace_of_ours_is_named(tmp_path: Path, text: str) -> 
 def recorded(
     vote: Vote, decision: Decision | None = None, error: BaseException | None = None
 ) -> Agreement:
-    channel: Any = SimpleNamespace(
-        name="a", sequence=4, members=(0, 1, 2), data_plane=lambda: (("0", 7),)
-    )
+    meeting = Meeting("a", 4, (0, 1, 2))
     log.clear()  # it may be full
     with (
         nullcontext() if error is None else pytest.raises(type(error)),
-        log.recording(1, vote, channel) as record,
+        log.recording(1, vote.phase, meeting, vote, (("0", 7),)) as record,
     ):
-        channel.sequence += 1
         if error is not None:
             raise error
         record.decision = decision

@@ -1,0 +1,60 @@
+"""A new link for a control group, which must answer a known question before it is relied on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from consensus import _sockets, _transport
+from consensus._store import StoreClient
+from consensus._transport import Link
+from consensus._waiting import LinkBroken, Patience
+from consensus.vote import Ranks
+
+TRIAL_S = 30.0  # within which it must answer
+
+
+def make_link(
+    kind: str,
+    name: str,
+    members: Ranks,
+    rank: int,
+    *,
+    job_store: Any,
+    client: StoreClient,
+    patience: Patience,
+) -> tuple[Link | None, str]:
+    """Return a link that works, or None and why there is none.
+
+    Args:
+        kind: "tcp" for own connections, or "gloo".
+        name: Never used before.
+        members: Its ranks.
+        rank: This one of them.
+        job_store: Where ranks of the job find each other's addresses.
+        client: This rank's own connections to that store.
+        patience: How long to wait for the others.
+
+    Collectives:
+        What makes the link, and a maximum of two int64 over it; all members must call.
+    """
+    if kind == "gloo" and not dist.is_gloo_available():
+        return None, "this torch has no gloo"
+    index, size = members.index(rank), len(members)
+    seconds = min(patience.left / 2, _transport.CONNECT_S)
+    link: Link
+    try:
+        where = (name, members, rank)
+        if kind == "tcp":
+            link = _sockets.connect(job_store, client, *where, seconds=seconds)
+        else:
+            link = _transport.make_gloo(job_store, *where, seconds=seconds)
+        asked = (index + 1, size - index)
+        trial = Patience("control group trial", hard=min(TRIAL_S, patience.left))
+        got = tuple(link.all_reduce_max(asked, trial))
+    except (RuntimeError, OSError, ImportError, LinkBroken) as error:
+        return None, str(error)
+    if got != (size, size):
+        return None, f"expected ({size}, {size}) from a MAX over int64; got {got}"
+    return link, ""
