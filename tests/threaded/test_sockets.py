@@ -197,6 +197,7 @@ def test_all_are_told_who_is_gone() -> None:
         if rank != 5:
             assert str(error) == "the connection to rank 15 was closed by peer"
             assert error.connection
+            assert error.gone == 15
             assert not error.expired
 
 

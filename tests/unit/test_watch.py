@@ -243,6 +243,17 @@ def test_only_the_rank_whose_connection_broke_is_gone(
     assert (absence.late, absence.gone, tuple(absence.stacks)) == (late, (1,), asked)
 
 
+def test_nobody_is_gone_where_a_deadline_had_passed(store: Any) -> None:
+    """Whoever it passed for has closed its connections."""
+    client = StoreClient(store)
+    Whereabouts(client, 2).post("vote", Post(5, "load", expired=True))
+    broken = LinkBroken("reset", expired=False, connection=True, gone=2)
+    patience = Patience("load", hard=1.0)
+    absence = Whereabouts(client, 0).absence("vote", (0, 1, 2), 5, patience, broken)
+    client.close()
+    assert (absence.late, absence.gone) == ((1,), ())
+
+
 def test_where_nobody_knows_whose_connection_broke_one_of_many_late_ranks_is_not_accused(
     store: Any,
 ) -> None:
