@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -55,14 +55,20 @@ def test_the_bits_are_torchs(shape: tuple[int, int]) -> None:
     assert torch.equal(newton_schulz(matrix(*shape)), expected)
 
 
-def wrong_in_one_sum(x: Tensor) -> Tensor:
-    whole = x @ x.mT
-    whole[-1, 0] += whole[-1, 0].abs() * 2**-7  # the last bit
-    return whole
+def wrong_in_one_sum(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrong(*args: Tensor, **factors: float) -> Tensor:
+        found = product(*args, **factors)
+        found[-1, 0] += found[-1, 0].abs() * 2**-7  # the last bit
+        return found
+
+    return wrong
 
 
-def test_where_a_trial_finds_other_bits_products_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_symmetric, "gram", wrong_in_one_sum)
+@pytest.mark.parametrize("name", ["gram", "add_product"])
+def test_where_a_trial_finds_other_bits_products_are_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_symmetric, name, wrong_in_one_sum(getattr(_symmetric, name)))
     _symmetric._gives_same_bits.cache_clear()
     assert not _symmetric.pays(matrix(512, 640))
     _symmetric._gives_same_bits.cache_clear()
