@@ -9,18 +9,20 @@ switches are shared by nobody: what a model like this says is how times grow, no
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from benchmarks._common import Record
 from consensus._hops import DIRECT_RANKS, WAYS, Cost, Model, cheapest, reduction
-from consensus._planning import plan, tally
+from consensus._planning import Await, Put, packed, plan, tally
+from consensus._records import Known, runs_of
 from consensus.enclosure import Plan, Scope, plan_of
 from consensus.testing import simulate
 from consensus.vote import Ranks
 
 HEAD_BYTES, WORD_BYTES = 16, 8
 REQUESTS_A_SECOND = 30_000  # that the one server of a TCPStore answers
+STORE_BYTES_A_SECOND = 1e9  # that it takes and gives
 STAGES = 4
 
 
@@ -88,13 +90,20 @@ def simulated_vote(num_ranks: int, num_words: int) -> Record:
 def layouts(num_ranks: int) -> dict[str, Record]:
     """Return, for each layout, who votes together, in how many words, and how that is planned."""
     rows, columns = STAGES, num_ranks // STAGES
-    alone = {"members": num_ranks, "words": 2, "planning": _requests_of_one_scope(num_ranks)}
-    stage = {"members": columns, "words": 2, "planning": rows * _requests_of_one_scope(columns)}
+    one_scope = {"words": 2, "keys": 3, "plan bytes": 0}
+    alone = {**one_scope, "members": num_ranks, "planning": _requests_of_one_scope(num_ranks)}
+    stage = {
+        **one_scope,
+        "members": columns,
+        "planning": rows * _requests_of_one_scope(columns),
+    }
     small = plan_of(_held(_pipeline(rows, 2)))
     tied = {
         "members": num_ranks,
         "words": 2 * (1 + len(small.sets)),
         "planning": _requests_of_a_grid(rows, columns),
+        "keys": _keys_of_a_grid(rows, columns),
+        "plan bytes": _bytes_of_plans(_pipeline(rows, columns), num_ranks),
     }
     return {
         "one mesh: 1-D, or HSDP": alone,
@@ -122,24 +131,33 @@ def cost_of_layout(layout: Record, place: Place) -> Record:
         "vote, seconds": place.model.seconds(cost),
         "store requests": requests,
         "store requests a rank": requests / place.num_ranks,
-        "most keys at once": place.num_ranks + 3 * groups,
-        "construction, seconds": requests / REQUESTS_A_SECOND + 4 * place.model.latency,
+        "most keys at once": max(place.num_ranks + 3 * groups, groups * layout["keys"]),
+        "plan bytes": layout["plan bytes"],
+        "construction, seconds": requests / REQUESTS_A_SECOND
+        + layout["plan bytes"] / STORE_BYTES_A_SECOND
+        + 4 * place.model.latency,
     }
 
 
 def check_formulas() -> Record:
     """Hold the formulas of planning against runs of the real protocols; return what was run."""
     for size in (8, 64, 1024):
-        ranks = tuple(range(size))
-        _expect(_requests_of_planning({ranks: 7}), _requests_of_one_scope(size), size)
-    for columns in (2, 6):
-        requests = _requests_of_planning(_pipeline(STAGES, columns))
-        _expect(requests, _requests_of_a_grid(STAGES, columns), STAGES * columns)
+        run = _run_planning({tuple(range(size)): 7})
+        _expect(run, _Planning(_requests_of_one_scope(size), 3, 0), size)
+    for columns in (2, 6, 64):
+        scopes, size = _pipeline(STAGES, columns), STAGES * columns
+        run = _run_planning(scopes)
+        stated = _Planning(
+            _requests_of_a_grid(STAGES, columns),
+            _keys_of_a_grid(STAGES, columns),
+            _bytes_of_plans(scopes, size),
+        )
+        _expect(run, stated, size)
     size = PLACES["a cluster"].num_ranks
     members = tuple(range(size))
     run = simulate({rank: tally("key", members, 5) for rank in members})
     _expect(sum(run.requests.values()), _requests_of_a_tally(size), size)
-    return {"planning": "1 scope of 8, 64, 1024 ranks; 16 and 48 on a grid", "tally": size}
+    return {"planning": "1 scope of 8, 64, 1024 ranks; 8, 24, 256 on a grid", "tally": size}
 
 
 def _record(cost: Cost, seconds: float) -> Record:
@@ -155,9 +173,32 @@ _requests_of_one_scope = _requests_of_a_tally
 
 
 def _requests_of_a_grid(rows: int, columns: int) -> int:
-    """Two scopes a rank: every rank reads a record of every other."""
-    ranks = rows * columns
-    return ranks * (ranks + 11) + 2 * (rows + columns + 1)
+    """Two scopes a rank.
+
+    Each rank adds to two counts, puts a record in two scopes but those it leads, awaits the plan,
+    meets all in a tally, and drops what it put. A scope takes a verdict, which its leader awaits, a
+    union and the plan. All but one of the leaders lead one scope. The lowest rank, which leads two,
+    reads all unions at once.
+    """
+    ranks, scopes = rows * columns, rows + columns
+    leaders = scopes - 1
+    members = 2 * ranks + (2 * ranks - scopes) + (ranks - 1) + _requests_of_a_tally(ranks) + ranks
+    return members + 4 * scopes + leaders + 1
+
+
+def _keys_of_a_grid(rows: int, columns: int) -> int:
+    """All records, of each scope a sum, a verdict, a union and the plan, and the last tally."""
+    scopes = rows + columns
+    return 2 * rows * columns - scopes + 4 * scopes + 3
+
+
+def _bytes_of_plans(scopes: Mapping[Ranks, int], num_ranks: int) -> int:
+    """Return the bytes of the plan, which all but one read, and leaders put and are answered."""
+    known = Known()
+    for ranks, manifest in scopes.items():
+        place = 0 if manifest else 1  # each rank has its stage first
+        known.hear([[runs_of(ranks), runs_of(ranks), "0", place, manifest, "", False]])
+    return len(packed(known)) * (num_ranks - 1 + 2 * len(scopes))
 
 
 def _requests_to_connect(members: int) -> int:
@@ -169,12 +210,35 @@ def _requests_to_connect(members: int) -> int:
     return 2 * _requests_of_a_tally(members) + addresses
 
 
-def _requests_of_planning(scopes: Mapping[Ranks, int]) -> int:
-    held = _held(scopes)
-    run = simulate({rank: plan(own, rank=rank, rounds={}) for rank, own in held.items()})
+class _Planning(NamedTuple):
+    """What planning took in one run."""
+
+    requests: int
+    keys: int  # at the same time
+    plan_bytes: int  # put, answered and read
+
+
+def _run_planning(scopes: Mapping[Ranks, int]) -> _Planning:
+    store: dict[str, Any] = {}
+    keys, moved = [0], [0]
+
+    def counted(protocol: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        answer = None
+        while True:
+            try:
+                wanted = protocol.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = yield wanted
+            keys[0] = max(keys[0], len(store))
+            if isinstance(wanted, Await | Put) and wanted.key.endswith("/plan"):
+                moved[0] += len(answer) * (1 + isinstance(wanted, Put))
+
+    programs = {r: counted(plan(own, rank=r, rounds={})) for r, own in _held(scopes).items()}
+    run = simulate(programs, store=store)
     if run.errors or not all(isinstance(p.plan, Plan) for p in run.results.values()):
         raise AssertionError(f"planning failed: {run.errors}")
-    return sum(run.requests.values())
+    return _Planning(sum(run.requests.values()), keys[0], moved[0])
 
 
 def _pipeline(rows: int, columns: int) -> dict[Ranks, int]:
@@ -189,6 +253,6 @@ def _held(scopes: Mapping[Ranks, int]) -> dict[int, list[Scope]]:
     return {r: [Scope(s, m) for s, m in scopes.items() if r in s] for r in ranks}
 
 
-def _expect(counted: int, stated: int, num_ranks: int) -> None:
+def _expect(counted: object, stated: object, num_ranks: int) -> None:
     if counted != stated:
-        raise AssertionError(f"{num_ranks} ranks made {counted} requests, not {stated}")
+        raise AssertionError(f"{num_ranks} ranks took {counted}, not {stated}")

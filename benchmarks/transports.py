@@ -166,7 +166,7 @@ def report_simulated(found: Record) -> list[str]:
     ]
     parts += ["### Rounds, and messages in all", markdown_table(header, rounds)]
     header = ("layout", "groups", "way", "words", "rounds", "messages", "kB", "vote")
-    more = ("store requests", "a rank", "keys", "construction")
+    more = ("store requests", "a rank", "keys", "MB of plans", "construction")
     for place, by_layout in found["layouts"].items():
         rows = [_layout_row(layout, one) for layout, one in by_layout.items()]
         size = PLACES[place].num_ranks
@@ -203,9 +203,9 @@ _SIMULATED = f"""## At scale, by a model
 Messages, rounds and requests are counted by running the library's own generators, and beyond what
 can be run by formulas that are held against those runs. Times follow from a latency, 4 us of work
 for each end of a message, and a bandwidth; the store answers {REQUESTS_A_SECOND:,} requests a
-second. All ranks come at once. Construction is planning, connecting and three requests a rank to
-agree that it worked; a mesh of all ranks is planned in three requests a rank, while scopes that
-cross ("tied") make every rank read what every other holds."""
+second, and takes and gives 1 GB/s. All ranks come at once. Construction is planning, connecting and
+three requests a rank to agree that it worked. A mesh of all ranks is planned in three requests a
+rank; where scopes cross ("tied") it is ten, one rank searches for all, and each reads the plan."""
 
 _RUNS = (
     """The schedule that a link takes, with two words a rank; every rank ends with the maximum."""
@@ -231,6 +231,7 @@ def _layout_row(layout: str, one: Record) -> tuple[object, ...]:
         f"{one['store requests']:,}",
         f"{one['store requests a rank']:,.1f}",
         f"{one['most keys at once']:,}",
+        f"{one['plan bytes'] / 1e6:,.1f}",
         _time(one["construction, seconds"]),
     )
 

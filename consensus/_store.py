@@ -13,10 +13,21 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore
 
-from consensus._planning import Add, Await, Drop, GaveUp, Put, StoreProtocol, StoreRequest
+from consensus._planning import (
+    Add,
+    Await,
+    AwaitAll,
+    GaveUp,
+    Put,
+    StoreAnswer,
+    StoreProtocol,
+    StoreRequest,
+)
 from consensus._waiting import IDLE_S, NAMING_S, SLICE_S, STORE_SLICE_S, LinkBroken, Patience
 
 T = TypeVar("T")
+
+MAX_NAMED = 8  # keys in one error message
 
 
 class StoreClient:
@@ -70,7 +81,8 @@ class StoreClient:
             if found is not None:
                 return list(map(bytes, found))
             if patience.left <= 0:
-                raise LinkBroken(f"nobody set {' or '.join(map(repr, keys))}", expired=True)
+                awaited = keys if len(keys) <= MAX_NAMED else [*keys[:MAX_NAMED], "others"]
+                raise LinkBroken(f"nobody set {' or '.join(map(repr, awaited))}", expired=True)
 
     def serve(self, name: str, work: Callable[[Any], None], stop: Callable[[], None]) -> None:
         """Have a helper thread do ``work`` with a store, until :meth:`close` calls ``stop``."""
@@ -200,18 +212,18 @@ def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patie
     """
     go_on = partial(protocol.send, None)
     own: LinkBroken | None = None
+    why = ""
     try:
         while True:
             wanted = go_on()
             try:
                 answer = _answer(wanted, client, patience)
             except LinkBroken as broken:
-                if own is not None:
-                    raise
-                own = broken
-                why = f"a rank waited {patience.waited:.1f} s" if broken.expired else str(broken)
+                if own is None:
+                    own, waited = broken, f"a rank waited {patience.waited:.1f} s"
+                    why = waited if broken.expired else str(broken)
+                    patience = Patience(patience.phase, hard=NAMING_S)
                 go_on = partial(protocol.throw, GaveUp(why))
-                patience = Patience(patience.phase, hard=NAMING_S)
             else:
                 go_on = partial(protocol.send, answer)
     except StopIteration as stop:
@@ -221,13 +233,14 @@ def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patie
         raise own or LinkBroken(f"planning was given up: {gave_up}", expired=False) from None
 
 
-def _answer(wanted: StoreRequest, client: StoreClient, patience: Patience) -> int | bytes | None:
+def _answer(wanted: StoreRequest, client: StoreClient, patience: Patience) -> StoreAnswer:
     if isinstance(wanted, Add):
         return client.add(wanted.key, wanted.amount, patience)
     if isinstance(wanted, Put):
-        client.claim(wanted.key, wanted.value, patience)
-    elif isinstance(wanted, Await):
+        return client.claim(wanted.key, wanted.value, patience)
+    if isinstance(wanted, Await):
         return client.wait(wanted.key, patience)
-    elif isinstance(wanted, Drop):
-        client.drop(wanted.keys, patience)
+    if isinstance(wanted, AwaitAll):
+        return client.wait_for_all(wanted.keys, patience)
+    client.drop(wanted.keys, patience)
     return None

@@ -22,6 +22,7 @@ PURE = {
     "consensus/_hops.py",
     "consensus/_planning.py",
     "consensus/_protocol.py",
+    "consensus/_records.py",
     "consensus/_text.py",
     "consensus/_tours.py",
     "consensus/_trace.py",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from consensus._hops import WAYS, Exchange, Reducing, cheapest, reduction
-from consensus._planning import Add, Await, Drop, Put
+from consensus._planning import Add, Await, AwaitAll, Drop, Put
 from consensus._protocol import AllReduceMax
 from consensus._text import join_ranks
 
@@ -172,7 +172,8 @@ class _Ranks:
         answered, store = False, self.run.store
         for rank, want in sorted(self.wanted.items()):
             if isinstance(want, AllReduceMax | Exchange) or (
-                isinstance(want, Await) and want.key not in store
+                isinstance(want, Await | AwaitAll)
+                and not all(key in store for key in _awaited(want))
             ):
                 continue
             self.run.requests[rank] += 1
@@ -180,9 +181,11 @@ class _Ranks:
             if isinstance(want, Add):
                 answer = store[want.key] = store.get(want.key, 0) + want.amount
             elif isinstance(want, Put):
-                store.setdefault(want.key, want.value)
+                answer = store.setdefault(want.key, want.value)
             elif isinstance(want, Await):
                 answer = store[want.key]
+            elif isinstance(want, AwaitAll):
+                answer = [store[key] for key in want.keys]
             elif isinstance(want, Drop):
                 for key in want.keys:
                     store.pop(key, None)
@@ -236,6 +239,10 @@ class _Ranks:
                 self._advance(rank, reduced)
             return True
         return False
+
+
+def _awaited(want: Await | AwaitAll) -> tuple[str, ...]:
+    return want.keys if isinstance(want, AwaitAll) else (want.key,)
 
 
 def _describe(want: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from consensus._hops import WAYS
-from consensus._planning import plan
+from consensus._planning import Planned, plan
 from consensus._protocol import INLINE_RANGES, decide, header_words
 from consensus.enclosure import Plan, Scope, plan_of
 from consensus.testing import Deadlock, Simulation, simulate
@@ -200,18 +200,26 @@ def test_siblings_below_one_large_scope_cost_no_more(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("links", [2, 3, 8, 40])
-def test_planning_a_chain_reads_one_record_of_every_rank(links: int) -> None:
-    """Each rank: a tally and a record for each of its scopes, N - 1 reads, a tally, a drop."""
-    ranks, memberships, tallies = links + 1, 2 * links, links + 1
-    expected = 4 * memberships + ranks * (ranks - 1) + 4 * ranks + 2 * tallies
-    assert sum(planning(chain(links)).requests.values()) == expected
+def test_planning_a_chain_takes_13_requests_a_link(links: int) -> None:
+    """The lowest rank reads one union after the other; the others wait for the plan."""
+    assert sum(planning(chain(links)).requests.values()) == 13 * links + 8 + (links - 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 4), (4, 8)])
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 4), (4, 8), (16, 16)])
 def test_planning_a_mesh_with_parameters_on_rows_and_columns(rows: int, columns: int) -> None:
-    """N + 11 requests a rank, so N**2 on the store: the price of scopes nobody knows whole."""
-    ranks, tallies = rows * columns, rows + columns + 1
+    """Nine requests a rank, a few for each scope, and one to read the unions of all scopes."""
+    ranks = rows * columns
     run = planning(grid(rows, columns))
-    assert sum(run.requests.values()) == ranks * (ranks + 11) + 2 * tallies
+    assert sum(run.requests.values()) == 9 * ranks + 4 * (rows + columns) + 1
     assert {planned.plan for planned in run.results.values()} == {Plan(ranks_of(ranks))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 64, 1024])
+def test_planning_one_scope_with_unequal_manifests_is_nine_requests_a_rank(size: int) -> None:
+    """An add, a wait; a record, the plan; an add, a wait, an add; and what it put is dropped."""
+    records = {rank: [Scope(ranks_of(size), rank % 2)] for rank in range(size)}
+    run = simulate({rank: plan(own, rank=rank, rounds={}) for rank, own in records.items()})
+    assert sum(run.requests.values()) == 8 * size + 5
+    assert run.results == dict.fromkeys(records, Planned(Plan(ranks_of(size))))

@@ -1,11 +1,12 @@
 import json
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from consensus._planning import Add, Await, Drop, Planned, Put, Verdict, plan, tally
-from consensus.enclosure import Plan, Scope
+from consensus.enclosure import Plan, Scope, conflicting_modes, plan_of
 from consensus.testing import Deadlock, Simulation, simulate
 from consensus.vote import Ranks
 from tests.simulated import ranks_of
@@ -166,6 +167,72 @@ def test_ranks_far_apart_visit_shared_scopes_in_one_order() -> None:
         )
     }
     assert same_plan(records).plan.members == (9, 10, 100)
+
+
+def test_it_is_the_plan_and_the_conflict_of_all_records() -> None:
+    """Whatever ranks hold, in whichever order each lists it, and whoever leads."""
+    chance = random.Random(0)
+    conflicts = 0
+    for _ in range(100):
+        every = [(0, rank) for rank in range(1, 6)]  # so that all are tied
+        every += [tuple(sorted(chance.sample(range(6), 3))) for _ in range(chance.randrange(4))]
+        names = chance.sample(range(20), 6)
+        records: dict[int, list[Scope]] = {rank: [] for rank in names}
+        for ranks in {tuple(sorted(names[rank] for rank in ranks)) for ranks in every}:
+            for rank in ranks:
+                mode = chance.choice(("exact", "exact", "exact", "approx"))
+                scope = Scope(ranks, chance.randrange(2), mode, carries=chance.random() < 0.1)
+                records[rank].insert(chance.randint(0, len(records[rank])), scope)
+        planned = same_plan(records)
+        assert planned.plan == plan_of(records)
+        assert planned.conflict == tuple(sorted(conflicting_modes(records).items()))
+        conflicts += bool(planned.conflict)
+    assert 20 < conflicts < 100
+
+
+# ---- what closures cost ----
+
+
+def chain(links: int) -> dict[Ranks, int]:
+    return {(rank, rank + 1): rank for rank in range(links)}
+
+
+def tied_meshes(stages: int, columns: int) -> dict[Ranks, int]:
+    """Return one mesh a stage, with parameters of its own, and groups that tie them across."""
+    meshes = {tuple(range(s * columns, (s + 1) * columns)): 1 + s for s in range(stages)}
+    return meshes | {tuple(range(c, stages * columns, columns)): 0 for c in range(columns)}
+
+
+@pytest.mark.parametrize(
+    ("scopes", "requests", "most", "before"),
+    [
+        pytest.param(chain(5), 77, 14, 106, id="chain of 5 groups"),
+        pytest.param({(0, 1): 1, (1, 2): 2, (0, 2): 3}, 40, 15, 50, id="ring of 3"),
+        pytest.param(tied_meshes(2, 2), 53, 15, 70, id="mesh of 2 x 2"),
+        pytest.param(tied_meshes(4, 2), 97, 15, 166, id="4 tied meshes on 8 ranks"),
+        pytest.param(tied_meshes(4, 16), 657, 15, 4_842, id="4 tied meshes on 64 ranks"),
+        pytest.param(tied_meshes(4, 64), 2_577, 15, 68_490, id="4 tied meshes on 256 ranks"),
+    ],
+)
+def test_scopes_that_cross_cost_ten_requests_a_rank(
+    scopes: dict[Ranks, int], requests: int, most: int, before: int
+) -> None:
+    """Before: what it took while every rank read a record of every other."""
+    ranks = sorted({rank for scope in scopes for rank in scope})
+    run = planning({r: [Scope(s, m) for s, m in scopes.items() if r in s] for r in ranks})
+    assert (sum(run.requests.values()), max(run.requests.values())) == (requests, most)
+    assert requests < before
+
+
+def test_a_chain_in_any_order_costs_in_proportion_to_its_length() -> None:
+    """Many ranks lead the lowest scope that they know at first, and stop when they know better."""
+    costs = []
+    for links in (25, 50, 100):
+        names = random.Random(0).sample(range(links + 1), links + 1)
+        scopes = [tuple(sorted(names[i : i + 2])) for i in range(links)]
+        held = {r: [Scope(s, i) for i, s in enumerate(scopes) if r in s] for r in names}
+        costs.append(sum(planning(held).requests.values()))
+    assert costs == [363, 711, 1430]
 
 
 # ---- rounds ----

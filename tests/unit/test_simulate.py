@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from consensus._planning import Add, Await, Drop, Put
+from consensus._planning import Add, Await, AwaitAll, Drop, Put
 from consensus._protocol import AllReduceMax
 from consensus.testing import Deadlock, simulate
 
@@ -96,7 +96,7 @@ def test_the_store_counts_sets_waits_and_forgets() -> None:
         }
     )
     assert run.results[0][0] == b"v"
-    assert run.results[1] == [5, None]
+    assert run.results[1] == [5, b"v"]
     assert run.results[0][1] == 7
     assert run.store == {"n": 7}
     assert run.requests == {0: 3, 1: 2}
@@ -107,8 +107,22 @@ def test_waiting_for_a_key_that_nobody_sets_is_a_deadlock_that_names_it() -> Non
         simulate({0: asks(Await("k", (1,))), 1: asks()})
 
 
+def test_several_keys_are_awaited_together_and_what_was_set_first_stays() -> None:
+    run = simulate(
+        {
+            0: asks(AwaitAll(("k", "j"), (1, 2))),
+            1: asks(Put("j", b"1")),
+            2: asks(Put("j", b"2"), Put("k", b"3")),
+        }
+    )
+    assert run.results == {0: [[b"3", b"1"]], 1: [b"1"], 2: [b"1", b"3"]}
+    assert run.requests == {0: 1, 1: 1, 2: 2}
+    with pytest.raises(Deadlock, match="AwaitAll\\(keys=\\('k', 'j'"):
+        simulate({0: asks(AwaitAll(("k", "j"), (1, 2))), 1: asks(Put("j", b"1"))})
+
+
 def test_a_store_that_is_passed_in_is_kept() -> None:
     store: dict[str, Any] = {"k": b"v"}
     run = simulate({0: asks(Await("k", (1,)), Put("j", b"w"))}, store=store)
-    assert run.results == {0: [b"v", None]}
+    assert run.results == {0: [b"v", b"w"]}
     assert store == {"k": b"v", "j": b"w"}
