@@ -11,7 +11,7 @@ import torch
 from consensus._sources import group_ranks
 from consensus._tours import TOURS, Tour
 from consensus._transport import GroupLink, Link
-from consensus._waiting import Patience
+from consensus._waiting import LinkBroken, Patience
 from consensus.enclosure import Plan
 from consensus.vote import Ranks
 
@@ -34,11 +34,21 @@ def link_over_data_groups(
     own = {ranks for ranks in tour if rank in ranks}
     if not own or not own <= known.keys():
         return None
-    # torch holds a group for as long as it is one.
-    links = {
-        ranks: GroupLink(weakref.proxy(known[ranks]), device_of(known[ranks])) for ranks in own
-    }
+    links = {ranks: GroupLink(_Borrowed(known[ranks]), device_of(known[ranks])) for ranks in own}
     return links[plan.members] if tour == (plan.members,) else TourLink(tour, links, plan, rank)
+
+
+class _Borrowed:
+    """A group of the caller's, as long as it is one: torch holds it until then."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+
+    def __getattr__(self, name: str) -> Any:
+        group = self._group()
+        if group is None:
+            raise LinkBroken("a process group that carried the vote was destroyed", expired=False)
+        return getattr(group, name)
 
 
 class TourLink:

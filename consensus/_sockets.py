@@ -26,11 +26,14 @@ is told in the next message. Words of a rank that was killed after it had sent t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import operator
+import os
 import selectors
 import socket
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +41,7 @@ from typing import Any
 import torch
 
 from consensus import _hops
-from consensus._address import own_address
+from consensus._address import on_own_link, own_address
 from consensus._hops import Exchange, Hop, Reducing
 from consensus._store import StoreClient
 from consensus._text import join_ranks
@@ -50,6 +53,7 @@ _HEAD = struct.Struct("<qq")  # number of a message, how many words follow
 _HELLO = struct.Struct("<qqq")  # name of the group, index of the sender, index of the receiver
 _GAVE_UP, _GONE = -1, -2  # instead of a number of words; the index of the rank at fault follows
 _READ = 1 << 18  # bytes
+_FULL = (errno.EMFILE, errno.ENFILE)  # no descriptor is left
 
 
 class _Connection:
@@ -138,6 +142,7 @@ class HopLink:
         self._news: tuple[int, int, int] | None = None  # the first message a peer takes no part in
         self._fault = (_GAVE_UP, self._index)  # what peers are told when this rank ends
         self._closed = False
+        _links.add(self)
 
     def all_reduce_max(self, words: Sequence[int], patience: Patience) -> Sequence[int]:
         """Return the maximum of each word over the members."""
@@ -273,6 +278,26 @@ class HopLink:
         return LinkBroken(f"rank {rank} gave up", expired=False)
 
 
+_links: weakref.WeakSet[HopLink] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Let peers see it when this rank ends, though a process lives on that was forked from it.
+
+    The kernel ends a connection with its last descriptor, and a fork copies them all. Nothing is
+    said to the peers here: they would take it for the rank's word.
+    """
+    for link in list(_links):
+        link._closed = True
+        link._selector.close()
+        for peer in link._peers.values():
+            peer.socket.close()
+
+
+if hasattr(os, "register_at_fork"):  # not everywhere
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def connect(
     job_store: Any, client: StoreClient, name: str, members: Ranks, rank: int, *, seconds: float
 ) -> HopLink:
@@ -293,9 +318,10 @@ def connect(
     address = own_address(job_store)
     key = f"{name}/address"
     with contextlib.ExitStack() as undo:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # All of it: the number of the interface is a part of where a link-local one is.
+        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         listener = undo.enter_context(
-            socket.create_server((address, 0), family=family, backlog=len(wanted) + 8)
+            socket.create_server(where, family=family, backlog=len(wanted) + 8)
         )
         client.put(f"{key}/{index}", json.dumps(listener.getsockname()[:2]).encode(), patience)
         undo.callback(_drop, client, f"{key}/{index}")
@@ -303,7 +329,8 @@ def connect(
         with contextlib.ExitStack() as unless_all:
             for peer, (host, port) in _addresses(client, key, below, patience).items():
                 seconds = max(patience.left, 0.1)
-                found = socket.create_connection((host, port), timeout=seconds)
+                there = on_own_link(host, address), port
+                found = socket.create_connection(there, timeout=seconds)
                 connected[peer] = unless_all.enter_context(found)
                 found.sendall(_HELLO.pack(word, index, peer))
             missing = wanted - set(connected)
@@ -338,11 +365,15 @@ def _accept(
         while missing and patience.left > 0:
             for key, _ in selector.select(min(SLICE_S, patience.left)):
                 if key.fileobj is listener:
-                    with contextlib.suppress(OSError):  # it may be gone again
+                    try:
                         came, _ = listener.accept()
-                        undo.callback(came.close)
-                        came.setblocking(False)
-                        selector.register(came, selectors.EVENT_READ)
+                    except OSError as error:  # it may be gone again
+                        if error.errno in _FULL:
+                            raise
+                        continue
+                    undo.callback(came.close)
+                    came.setblocking(False)
+                    selector.register(came, selectors.EVENT_READ)
                     continue
                 found: Any = selector.unregister(key.fileobj).fileobj
                 with contextlib.suppress(OSError, struct.error):
