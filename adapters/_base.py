@@ -129,6 +129,8 @@ class VotingOptimizer(Optimizer, ABC):
             # Where ranks exchange, what is done depends on errors and on peers.
             traced = self.traceable and not phase.has_peers
             (self._execute if traced else self._execute_untraced)(vote.inv_scale, phase)
+            # In a capture nothing has been written. Here, as torch 2.9 cannot trace it.
+            self._num_updates += phase.in_graph is None
         run_post_hooks(self, args, kwargs)
         return loss
 
@@ -303,7 +305,6 @@ class VotingOptimizer(Optimizer, ABC):
             self._settle(phase)
         for write in writes:
             write.commit()
-        self._num_updates += phase.in_graph is None  # in a capture nothing has been written
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _settle(self, phase: DataPhase) -> None:

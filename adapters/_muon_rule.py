@@ -292,7 +292,7 @@ class MuonRule(Rule):
         """Return what is known of a step before it is computed; ``rates`` are those known yet."""
         group, param = member.group, member.param
         lr = scalar_lr(group)
-        rate = (id(group), param.shape)
+        rate = (id(group["params"][0]), param.shape)  # torch 2.9 traces no id of a dict
         if rate not in rates:  # once for all of a shape: a tensor on a device is waited for
             adjusted = adjust_lr(lr, group["adjust_lr_fn"], param.shape)
             alpha = -(float(adjusted) if phase.in_graph is None else adjusted)

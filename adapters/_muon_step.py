@@ -117,7 +117,12 @@ class Pending:
         for weight, some in by_weight.items():
             # Again, in place: the same bits that direction() saw, which nobody kept until now.
             buffers = [local(each._buffer()) for each in some]
-            torch._foreach_lerp_(buffers, [each.grad for each in some], weight)
+            grads = [each.grad for each in some]
+            if torch.compiler.is_compiling():  # torch 2.9 traces the other with other bits
+                for buffer, grad in zip(buffers, grads, strict=True):
+                    buffer.lerp_(grad, weight)
+            else:
+                torch._foreach_lerp_(buffers, grads, weight)
 
     def _buffer(self) -> Tensor:
         """The momentum as it stands in the state, or zeros that are not there yet."""
@@ -197,7 +202,7 @@ def orthogonalize(
     """Newton-Schulz of whole matrices: of one kind, or a single one. They are not written."""
     if len(works) > 1:
         kind = works[0].kind
-        one_of_each_group = {id(each.member.group): each.member for each in works}
+        one_of_each_group = {id(each.member.group["params"][0]): each.member for each in works}
         # Options may have changed since kinds were read.
         if kind and all(kind_of(member) == kind for member in one_of_each_group.values()):
             return newton_schulz_stacked(matrices, kind)

@@ -34,6 +34,7 @@ STACK_LIMIT = 16384  # bytes of one rank's answer
 
 # torch's store logs a warning each time that a wait runs out.
 _LONG_S = 86400.0
+_STOP, _STOP_S = b"stop", 1.0
 
 _NUMBER = re.compile(r"thread 0x([0-9a-f]+)", re.IGNORECASE)
 
@@ -61,11 +62,12 @@ class Watcher:
 
     def _stop(self) -> None:
         self._stopped = True  # first: the thread may be about to delete the key that wakes it
-        self._client.tell(self._asked, b"stop")
+        self._client.tell(self._asked, _STOP)
 
     def _answer(self, store: Any) -> None:
         store.set(self._own, b"1")
         answers: set[str] = set()
+        found: list[Any] | None = None
         try:
             while not self._stopped:
                 found = get_within(store, keys=[self._asked], seconds=_LONG_S)
@@ -78,6 +80,8 @@ class Watcher:
                     answers = {name}
         finally:
             with contextlib.suppress(RuntimeError):  # the store may be what has gone
+                if self._stopped and found != [_STOP]:  # which may be on its way, and would stay
+                    get_within(store, keys=[self._asked], seconds=_STOP_S)
                 for key in (self._own, self._asked, *answers):
                     store.delete_key(key)
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -26,6 +28,14 @@ from tests.threaded.muon_cases import Case, Twins, named, torchs_muon
 
 SHAPES = ((6, 4), (4, 6), (5, 3))
 ROWS: tuple[Placement, ...] = (Shard(0),)
+
+# What older versions of torch lack.
+needs_fsdp_reset = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="needs an FSDP2 that can be reset"
+)
+needs_list_keys = pytest.mark.skipif(
+    not hasattr(Store, "list_keys"), reason="needs a store that lists its keys"
+)
 
 # A run that takes longer hangs. Ranks would wait longer still in a collective, so that none is
 # released early by a timeout of the data plane.

@@ -30,6 +30,7 @@ from tests.gloo._cases import (
     Trained,
     caught,
     form_group,
+    needs_list_keys,
     on_ranks,
     tell,
     wait_for,
@@ -109,6 +110,7 @@ def what_is_left(rank: int) -> tuple[list[list[str]], bool, list[str]]:
     return keys, had_threads, [thread.name for thread in consensus_threads()]
 
 
+@needs_list_keys
 def test_votes_leave_no_keys_behind_and_the_end_no_threads() -> None:
     for (planned, stepped, failed, by_store), had_threads, threads in on_ranks(what_is_left, 2):
         assert planned == []
@@ -181,6 +183,7 @@ def many_optimizers(rank: int) -> tuple[Leftovers, Leftovers, int]:
     return early, late, sum(ref() is not None for ref in made)
 
 
+@needs_list_keys
 def test_hundreds_of_optimizers_leave_nothing_behind() -> None:
     for early, late, living in on_ranks(many_optimizers, 3):
         assert living == 0

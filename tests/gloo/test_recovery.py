@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import consensus
 from consensus import GroupFailure, control_group, fail_together
-from tests.gloo._cases import caught, on_ranks
+from tests.gloo._cases import caught, needs_fsdp_reset, on_ranks
 from tests.gloo.wrapped_cases import Place, Wrapped, Wrapper
 
 pytestmark = pytest.mark.slow
@@ -122,6 +122,7 @@ def fails_and_recovers(rank: int, shape: tuple[int, ...], cases: tuple[Case, ...
     return seen
 
 
+@needs_fsdp_reset
 @pytest.mark.parametrize(("shape", "cases"), [((2,), CASES), ((2, 2), CASES_ON_TWO_AXES)])
 def test_training_goes_on_with_the_numbers_of_a_run_that_never_failed(
     shape: tuple[int, ...], cases: tuple[Case, ...]

@@ -14,7 +14,7 @@ from benchmarks.failures import outcomes
 from consensus import _transport, control_group
 from consensus._waiting import LinkBroken
 from consensus.enclosure import scope_id
-from tests.gloo._cases import LIVENESS_S, Trained, on_ranks, wait_for
+from tests.gloo._cases import LIVENESS_S, Trained, needs_list_keys, on_ranks, wait_for
 from tests.gloo.test_group_lifetime import new_keys
 
 pytestmark = pytest.mark.slow
@@ -76,5 +76,6 @@ def one_comes_late(rank: int) -> list[str]:
     return new_keys(prepare)
 
 
+@needs_list_keys
 def test_what_a_rank_says_while_it_waits_to_connect_is_taken_back() -> None:
     assert on_ranks(one_comes_late, 2) == ([], [])
