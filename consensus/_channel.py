@@ -36,10 +36,14 @@ class Channel:
             known += [ref for ref in map(weakref.ref, groups) if ref not in known]
 
     def positions(self) -> tuple[tuple[Ranks, int], ...]:
-        """Return, for each scope, a digest of how many collectives its groups have seen."""
+        """Return, for each scope, a digest of how many collectives its groups have seen.
+
+        In the order in which parameters name them, which is that of all ranks. By their ranks, the
+        group along one axis of a mesh comes first on some and that along the other on the rest.
+        """
         return tuple(
             (ranks, digest(b"%d" % _sequence_number(ref()) for ref in groups))
-            for ranks, groups in sorted(self._data_groups.items())
+            for ranks, groups in self._data_groups.items()
         )
 
     def lose_data_groups(self) -> list[Any]:

@@ -29,7 +29,7 @@ from consensus._sources import options_of
 from consensus._store import StoreClient
 from consensus._tours import TOURS
 from consensus._transport import GroupLink, Link, StoreLink
-from consensus._trial import make_link
+from consensus._trial import make_link, trial_key
 from consensus._waiting import LinkBroken, Patience
 from consensus._watch import Watcher
 from consensus._wire import digest
@@ -342,7 +342,7 @@ class Session:
                 patience=patience,
             )
             tried = 1 if link is not None else 2
-            if self._tally(f"{name}/{kind}/trial", members, tried, patience).same and link:
+            if self._tally(trial_key(kind, name), members, tried, patience).same and link:
                 return Channel(name, members, link)
             if link is not None:
                 link.close()

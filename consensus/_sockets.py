@@ -299,19 +299,29 @@ if hasattr(os, "register_at_fork"):  # not everywhere
 
 
 def connect(
-    job_store: Any, client: StoreClient, name: str, members: Ranks, rank: int, *, seconds: float
+    job_store: Any,
+    client: StoreClient,
+    name: str,
+    members: Ranks,
+    rank: int,
+    *,
+    seconds: float,
+    look: Callable[[], None] = lambda: None,
 ) -> HopLink:
     """Return a link of ``members``; each calls, and connects to the peers that `_hops.peers` says.
 
+    A rank that waits calls ``look`` from time to time, which raises when it waits in vain.
+
     Raises:
         OSError: No address to listen on, or a peer that cannot be reached there.
-        LinkBroken: A peer did not come within ``seconds``.
+        LinkBroken: A peer did not come within ``seconds``, or what ``look`` raises.
 
     Collectives:
         None. Over the store four requests: an address is set, those of the peers with a lower
         index are awaited and read, and the address is dropped.
     """
-    index, patience = members.index(rank), Patience("connecting", hard=seconds)
+    index = members.index(rank)
+    patience = Patience("connecting", hard=seconds, on_slice=look)
     wanted = set(_hops.peers(index, len(members)))
     below = sorted(peer for peer in wanted if peer < index)  # they listen to this rank
     word = digest([name.encode()])  # known to who can read the store, since the name is random
@@ -363,6 +373,7 @@ def _accept(
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:
         selector.register(listener, selectors.EVENT_READ)
         while missing and patience.left > 0:
+            patience.look_up()
             for key, _ in selector.select(min(SLICE_S, patience.left)):
                 if key.fileobj is listener:
                     try:

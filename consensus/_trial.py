@@ -9,10 +9,15 @@ import torch.distributed as dist
 from consensus import _sockets, _transport
 from consensus._store import StoreClient
 from consensus._transport import Link
-from consensus._waiting import LinkBroken, Patience
+from consensus._waiting import NAMING_S, LinkBroken, Patience
 from consensus.vote import Ranks
 
 TRIAL_S = 30.0  # within which it must answer
+
+
+def trial_key(kind: str, name: str) -> str:
+    """Return under which key the members tally whether the link works for all."""
+    return f"{name}/{kind}/trial"
 
 
 def make_link(
@@ -44,10 +49,17 @@ def make_link(
     index, size = members.index(rank), len(members)
     seconds = min(patience.left / 2, _transport.CONNECT_S)
     link: Link
+
+    def look() -> None:
+        # Who says how its trial went has failed: without this rank it cannot have gone well.
+        asking = Patience("control group trial", hard=NAMING_S)
+        if client.peek(f"{trial_key(kind, name)}/sum", asking) is not None:
+            raise LinkBroken("another rank could not connect", expired=False)
+
     try:
         where = (name, members, rank)
         if kind == "tcp":
-            link = _sockets.connect(job_store, client, *where, seconds=seconds)
+            link = _sockets.connect(job_store, client, *where, seconds=seconds, look=look)
         else:
             link = _transport.make_gloo(job_store, *where, seconds=seconds)
         asked = (index + 1, size - index)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from consensus import GroupFailure, fail_together
 from tests.gloo._cases import caught, cause_of, on_ranks
@@ -115,3 +116,39 @@ def group_of_no_parameter(rank: int) -> list[bool]:
 
 def test_a_group_that_holds_no_parameter_is_compared_when_it_is_named() -> None:
     assert on_ranks(group_of_no_parameter, 2) == ([True, False],) * 2
+
+
+def one_of_a_grid_fails(rank: int) -> list[bool]:
+    """Rank 3 of 2 x 2 fails, after unequal numbers of collectives along the two axes."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    params = [
+        torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), grid[axis], [Shard(0)]))
+        for axis in ("replica", "shard")
+    ]
+    optimizer = torch.optim.SGD(params)
+    along = grid["replica"].get_group()
+    dist.all_reduce(torch.ones(1), group=along)
+
+    def fails() -> None:
+        with fail_together("forward", optimizer):
+            if rank == 3:
+                bad()
+
+    def is_recoverable() -> bool:
+        error = caught(fails)
+        assert isinstance(error, GroupFailure)
+        return error.recoverable
+
+    found = [is_recoverable()]
+    ahead = dist.all_reduce(torch.ones(1), group=along, async_op=True) if rank == 0 else None
+    found.append(is_recoverable())
+    if ahead is None:
+        dist.all_reduce(torch.ones(1), group=along)
+    else:
+        ahead.wait()
+    found.append(is_recoverable())
+    return found
+
+
+def test_axes_of_a_mesh_are_told_apart_where_ranks_compare_how_far_they_are() -> None:
+    assert on_ranks(one_of_a_grid_fails, 4) == ([True, False, True],) * 4

@@ -1,18 +1,37 @@
 """Ranks as threads; ``collectives`` and ``train`` also run on processes, in tests/gloo."""
 
 import copy
+import os
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from consensus import any_failed
 from consensus.testing._ranks import RankError
 from consensus.testing._snapshot import assert_unchanged, snapshot
 from consensus.testing._threads import run_threads
+
+
+def votes(rank: int) -> Any:
+    assert any_failed(rank == 1)
+    return distributed_c10d._get_default_group()
+
+
+def test_a_run_ends_helper_threads_and_connections_though_its_group_is_held() -> None:
+    """Torch's caches hold the groups of DTensors as long as the process lives."""
+    before = set(threading.enumerate())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    groups = run_threads(votes, 3).values()
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    del groups
 
 
 def collectives(rank: int) -> list[torch.Tensor]:
