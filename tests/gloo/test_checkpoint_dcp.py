@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from adapters import Gefen, GefenMuon, Hybrid
+from adapters import Gefen, GefenMuon, Hybrid, empty_state
 from adapters._quantized import QuantizedOptimizer
 from consensus import GroupFailure
 from consensus.testing import assert_unchanged, snapshot
@@ -127,6 +127,32 @@ def test_an_optimizer_goes_on_from_files(where: str, make: Make, tmp_path: Path)
     """Into one that has been stepped: it says which values there are to read."""
     world_size = 2 if where == "FSDP" else 4
     found = on_ranks(through_files, world_size, where, make, str(tmp_path))
+    assert found == (True,) * world_size
+
+
+def into_a_new_one(rank: int, where: str, make: Make, folder: str) -> bool:
+    """As in a new process: no step, other weights, no idea of blocks or codebook."""
+    run = Training(where, make)
+    run.step(1, 2)
+    dcp.save({"model": run.model.state_dict(), "optimizer": run.query()}, checkpoint_id=folder)
+    run.step(3, 4)
+    other = Training(where, make)
+    other.set_weights([weight + 1 for weight in other.weights()])
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    state = {"model": other.model.state_dict(), "optimizer": empty_state(other.optimizer, metadata)}
+    dcp.load(state, checkpoint_id=folder)
+    other.give(state["optimizer"])
+    other.step(3, 4)
+    return same(run.numbers(), other.numbers())
+
+
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize(
+    "make", [factored, block, muon, by_owners, hybrid], ids=lambda make: make.__name__
+)
+def test_a_new_optimizer_goes_on_from_files(where: str, make: Make, tmp_path: Path) -> None:
+    world_size = 2 if where == "FSDP" else 4
+    found = on_ranks(into_a_new_one, world_size, where, make, str(tmp_path))
     assert found == (True,) * world_size
 
 
