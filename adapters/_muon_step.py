@@ -13,6 +13,8 @@ from adapters._batches import Kind, newton_schulz_stacked
 from adapters._captured import InGraph, widened
 from adapters._exchange import joined
 from adapters._newton_schulz import (
+    ROW_BETA,
+    ROW_EPS,
     nesterov_direction,
     newton_schulz,
     normalize_rows,
@@ -83,10 +85,9 @@ class Pending:
         if step is None:  # read from the device only if this rank does not know
             step = 0 if age is None else int(age)
         step += 1
-        beta = group["normuon_beta2"]
-        return normalize_rows(
-            update, moment, beta=beta, bias=1 - beta**step, eps=group["normuon_eps"]
-        )
+        # A group may ask for it where the optimizer does not, and so has no defaults for it.
+        beta, eps = group.get("normuon_beta2", ROW_BETA), group.get("normuon_eps", ROW_EPS)
+        return normalize_rows(update, moment, beta=beta, bias=1 - beta**step, eps=eps)
 
     @property
     def state(self) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from adapters._schedules import (
 )
 
 DEFAULT_EPS = 1e-7
+ROW_BETA, ROW_EPS = 0.95, 1e-8  # of normuon
 DEFAULT_SCHEDULE = Schedule((DEFAULT_COEFFICIENTS,) * DEFAULT_STEPS)
 
 AddProduct: TypeAlias = Callable[..., Tensor]  # called as torch.addmm is

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 import consensus
 from adapters._gefen_muon_rule import GefenMuonRule
 from adapters._gefen_rule import GefenRule
-from adapters._newton_schulz import DEFAULT_EPS
+from adapters._newton_schulz import DEFAULT_EPS, ROW_BETA, ROW_EPS
 from adapters._quantized import (
     FirstGradient,
     QuantizedOptimizer,
@@ -193,8 +193,8 @@ class GefenMuon(QuantizedOptimizer):
         sharded_mode: ShardedMode = "exact",
         ns_form: Form = "standard",
         normuon: bool = False,
-        normuon_beta2: float = 0.95,
-        normuon_eps: float = 1e-8,
+        normuon_beta2: float = ROW_BETA,
+        normuon_eps: float = ROW_EPS,
         cautious: bool = False,
         codebook_refresh_every: int = 0,
         codebook_scope: consensus.Source = "auto",

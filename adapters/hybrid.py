@@ -12,7 +12,7 @@ from adapters._adamw_rule import AdamWRule
 from adapters._gefen_muon_rule import GefenMuonRule
 from adapters._gefen_rule import GefenRule
 from adapters._muon_rule import MuonRule
-from adapters._newton_schulz import DEFAULT_EPS
+from adapters._newton_schulz import DEFAULT_EPS, ROW_BETA, ROW_EPS
 from adapters._quantized import (
     FirstGradient,
     QuantizedOptimizer,
@@ -138,8 +138,8 @@ class Hybrid(QuantizedOptimizer):
         ns_form: Form = "standard",
         adjust_lr_fn: str | None = "match_rms_adamw",
         normuon: bool = True,
-        normuon_beta2: float = 0.95,
-        normuon_eps: float = 1e-8,
+        normuon_beta2: float = ROW_BETA,
+        normuon_eps: float = ROW_EPS,
         cautious: bool = False,
         sharded_mode: ShardedMode = "exact",
         codebook_refresh_every: int = 0,

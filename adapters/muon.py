@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 import consensus
 from adapters._base import VotingOptimizer
 from adapters._muon_rule import MuonRule
-from adapters._newton_schulz import DEFAULT_EPS
+from adapters._newton_schulz import DEFAULT_EPS, ROW_BETA, ROW_EPS
 from adapters._rules import Rule
 from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS, Form
 from adapters.options import MuonVariantOptions, ShardedMode, check_options, check_sharded_mode
@@ -129,8 +129,8 @@ class Muon(VotingOptimizer):
         ns_schedule: str | list[tuple[float, float, float]] | None = None,
         ns_form: Form = "standard",
         normuon: bool = False,
-        normuon_beta2: float = 0.95,
-        normuon_eps: float = 1e-8,
+        normuon_beta2: float = ROW_BETA,
+        normuon_eps: float = ROW_EPS,
         cautious: bool = False,
         capturable: bool = False,
         control_group: consensus.Source = None,
@@ -150,7 +150,7 @@ class Muon(VotingOptimizer):
             defaults["ns_schedule"] = ns_schedule
         if ns_form != "standard":
             defaults["ns_form"] = ns_form
-        if normuon:
+        if normuon or (normuon_beta2, normuon_eps) != (ROW_BETA, ROW_EPS):
             defaults |= {
                 "normuon": normuon,
                 "normuon_beta2": normuon_beta2,

@@ -286,3 +286,20 @@ def test_a_compiled_update_is_one_graph_with_the_same_bits() -> None:
     ours.step = compiled  # type: ignore[method-assign]
     assert_twins(ours, torchs, steps=3)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("factors", [{}, {"normuon_beta2": 0.5, "normuon_eps": 1e-3}], ids=str)
+def test_one_group_may_normalise_rows_where_the_optimizer_does_not(
+    factors: dict[str, float],
+) -> None:
+    alone, twin = parameters()[0], parameters()[0]
+    twin.grad = alone.grad = random_tensor(*alone.shape, seed=2)
+    optimizers = (
+        Muon([{"params": [alone], "normuon": True}], **factors),  # type: ignore[arg-type]
+        Muon([twin], normuon=True, **factors),  # type: ignore[arg-type]
+    )
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(alone, twin)
+    assert set(optimizers[0].state[alone]) == set(optimizers[1].state[twin])
