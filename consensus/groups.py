@@ -303,15 +303,17 @@ class ControlGroup:
         )
 
     def _group_names(self) -> dict[Ranks, str]:
-        """Return which groups the parameters use: meshes that compare equal may hold others.
+        """Return which groups parameters or votes use: meshes that compare equal may hold others.
 
         Of a mesh with several axes a rank knows only its own groups, so there is nothing to say.
         """
+        own = self._own_meshes
+        used = [mesh.get_group() for mesh in own if mesh.ndim == 1 and mesh.size() > 1]
+        if self._backend == "inherit" or self._backend in TOURS:  # votes go over these
+            used = [group for groups in self._data_groups().values() for group in groups]
         names: dict[Ranks, str] = {}
-        for mesh in self._own_meshes:
-            if mesh.ndim == 1 and mesh.size() > 1:
-                ranks = mesh_ranks(mesh)
-                names[ranks] = f"{names.get(ranks, '')}/group {mesh.get_group().group_name}"
+        for group, ranks in ((group, group_ranks(group)) for group in used):
+            names[ranks] = f"{names.get(ranks, '')}/group {group.group_name}"
         return names
 
     def _data_group_ranks(self) -> frozenset[Ranks]:

@@ -259,3 +259,21 @@ def test_all_ranks_go_over_to_the_store_when_gloo_fails_on_one(how: str) -> None
             assert "no route to host" in text
         assert failed
         assert differences == []
+
+
+def names_groups_in_another_order(rank: int, backend: str) -> list[str]:
+    """Votes go over the groups that a rank names, so ranks would wait in different ones."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if rank == 2:
+        return []
+    found = []
+    for named in ([first, second], [second, first] if rank else [first, second], [first, first]):
+        group = control_group(named, backend=backend, timeout=5.0)
+        found.append(type(caught(lambda group=group: any_failed(False, group))).__name__)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["inherit", "sweep"])
+def test_ranks_that_name_groups_in_another_order_disagree(backend: str) -> None:
+    *found, _ = on_ranks(names_groups_in_another_order, 3, backend)
+    assert found == [["NoneType", "Disagreement", "NoneType"]] * 2
