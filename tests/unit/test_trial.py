@@ -40,7 +40,7 @@ def test_a_link_that_answers_otherwise_is_not_used(
     answer: Sequence[int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = Answers(answer)
-    monkeypatch.setattr(_sockets, "connect", lambda *args, seconds: link)
+    monkeypatch.setattr(_sockets, "connect", lambda *args, **options: link)
     nobody: Any = None
     patience = Patience("making", hard=1.0)
     found = make_link("tcp", "a", (4, 5, 6), 5, job_store=nobody, client=nobody, patience=patience)
