@@ -285,8 +285,8 @@ others have ended. Votes have a deadline of {HARD_S:g} s, collectives of the dat
   most {SILENT_S:g} s after the deadline.
 - An exception is a `GroupFailure` within {DEATH_S:g} s that names the rank. If it is raised while
   ranks plan or connect, those that wait for the rank see one that does not come.
-- In a collective of the update the data plane raises what it raises, at its own timeout at the
-  latest. No name is promised.
+- Where others wait in a collective of the update, that ends as the data plane ends it, at its own
+  timeout at the latest. Then all raise a `GroupFailure` that names the rank.
 - Nothing is written, on the others and on the rank itself. If it lives, it raises too; a rank that
   was stopped within as long.
 
