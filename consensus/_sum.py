@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,14 @@ def _integers(counts: Iterable[int] | Tensor, name: str) -> tuple[int, ...]:
         if counts.ndim != 1:
             raise ValueError(f"expected {name} of one dimension; got {counts.shape=}")
         counts = counts.tolist()
-    return tuple(map(operator.index, counts))
+    return tuple(_integer(count, name, position) for position, count in enumerate(counts))
+
+
+def _integer(count: Any, name: str, position: int) -> int:
+    try:
+        return operator.index(count)
+    except TypeError:
+        raise TypeError(f"expected {name} to be integers; got {count!r} at {position}") from None
 
 
 def _refuse_large(counts: tuple[int, ...], name: str, world_size: int) -> None:

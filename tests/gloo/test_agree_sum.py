@@ -143,9 +143,9 @@ def broken() -> Any:
 
 # What rank 1 brings -> what the cause must say. The first four are no integers at all.
 UNUSABLE: tuple[tuple[Callable[[], Any], str], ...] = (
-    (lambda: [1.0], "TypeError"),
-    (lambda: ["1"], "TypeError"),
-    (lambda: [None], "TypeError"),
+    (lambda: [1, 2.5], "TypeError: expected entries to be integers; got 2.5 at 1"),
+    (lambda: ["1"], "TypeError: expected entries to be integers; got '1' at 0"),
+    (lambda: [None], "TypeError: expected entries to be integers; got None at 0"),
     (lambda: 1, "TypeError"),
     (lambda: torch.ones(1), "TypeError: expected entries of dtype torch.int64"),
     (lambda: torch.ones(1, dtype=torch.int32), "TypeError: expected entries of dtype torch.int64"),
