@@ -18,6 +18,7 @@ from adapters._rules import (
     Write,
     check_state,
     gradient_of,
+    group_id,
     local,
     was_written,
 )
@@ -86,7 +87,7 @@ class AdamWRule(Rule):
         """Return the steps of all groups; nothing is computed before they are written."""
         by_group: dict[int, list[Member]] = {}
         for member in members:
-            by_group.setdefault(id(member.group), []).append(member)
+            by_group.setdefault(group_id(member.group), []).append(member)
         steps = phase.attempt(
             lambda: [
                 _Pending(
@@ -116,4 +117,4 @@ def _moments(owner: Owner, member: Member) -> dict[str, Tensor]:
         name: torch.zeros_like(member.param, memory_format=torch.preserve_format)
         for name in _MOMENTS
     }
-    return {**zeros, "step": torch.tensor(0.0)}
+    return {**zeros, "step": torch.tensor(0.0, device="cpu")}

@@ -129,7 +129,7 @@ class VotingOptimizer(Optimizer, ABC):
             # Where ranks exchange, what is done depends on errors and on peers.
             traced = self.traceable and not phase.has_peers
             (self._execute if traced else self._execute_untraced)(vote.inv_scale, phase)
-            # In a capture nothing has been written. Here, as torch 2.9 cannot trace it.
+            # In a capture nothing has been written. torch 2.9 cannot trace this line.
             self._num_updates += phase.in_graph is None
         run_post_hooks(self, args, kwargs)
         return loss

@@ -38,7 +38,7 @@ class Part:
 
     def run_starts(self) -> Tensor:
         """Where the runs start in the whole tensor: shape (num_runs,), int64."""
-        return self.start + self.distance * torch.arange(self.num_runs)
+        return self.start + self.distance * torch.arange(self.num_runs, device="cpu")
 
 
 def pieces(part: Part, length: int) -> tuple[Tensor, Tensor]:
@@ -49,19 +49,19 @@ def pieces(part: Part, length: int) -> tuple[Tensor, Tensor]:
         (pieces + 1,), int64. The block of each piece: shape (pieces,), int64. Runs that share a
         block make several pieces of it.
     """
-    end = torch.tensor([part.numel])
+    end = torch.tensor([part.numel], device="cpu")
     if not part.numel:
         return end, end[:0]
     if part.num_runs == 1:
         last = part.start + part.run_length - 1
-        blocks = torch.arange(part.start // length, last // length + 1)
+        blocks = torch.arange(part.start // length, last // length + 1, device="cpu")
         begins = (blocks * length).sub_(part.start).clamp_(min=0)
         return torch.cat([begins, end]), blocks
     starts = part.run_starts()
     first = starts // length
     count = (starts + (part.run_length - 1)) // length - first + 1
-    run = torch.arange(part.num_runs).repeat_interleave(count)
-    blocks = (first - (count.cumsum(0) - count))[run] + torch.arange(len(run))
+    run = torch.arange(part.num_runs, device="cpu").repeat_interleave(count)
+    blocks = (first - (count.cumsum(0) - count))[run] + torch.arange(len(run), device="cpu")
     begins = (blocks * length - starts[run]).clamp_(min=0) + run * part.run_length
     return torch.cat([begins, end]), blocks
 
@@ -74,7 +74,7 @@ def cut_blocks(parts: Iterable[Part], length: int) -> Tensor:
         length: Of a block, elements.
     """
     starts = [part.run_starts() for part in parts if part.numel]
-    borders = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)
+    borders = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64, device="cpu")
     cut: Tensor = torch.unique(borders[borders % length != 0] // length)
     return cut
 

@@ -235,7 +235,7 @@ def learn_levels(counts: Tensor) -> Tensor | None:
 
 def bin_centers() -> Tensor:
     """Return the centres of the histogram's bins: shape (4096,), float32, exact."""
-    return (2 * torch.arange(NUM_BINS) + 1 - NUM_BINS) / NUM_BINS
+    return (2 * torch.arange(NUM_BINS, device="cpu") + 1 - NUM_BINS) / NUM_BINS
 
 
 def solve(centers: Tensor, weights: Tensor, *, num_levels: int) -> Tensor:
@@ -262,7 +262,7 @@ def solve(centers: Tensor, weights: Tensor, *, num_levels: int) -> Tensor:
     """
     sums = _prefix_sums(centers.tolist(), weights.tolist())
     num_points = len(centers)
-    every = torch.arange(num_points + 1)
+    every = torch.arange(num_points + 1, device="cpu")
     # costs[e]: the least cost of the first e points with the segments so far; infinite where
     # there are too few points for them, or too few left for those to come.
     costs = _cost_to(-1.0, _segments(sums, every[:1], every))
@@ -280,7 +280,7 @@ def solve(centers: Tensor, weights: Tensor, *, num_levels: int) -> Tensor:
         weight, first, _ = (float(each[end] - each[begin]) for each in sums)
         levels.append(first / weight)
         end = begin
-    return torch.tensor(levels, dtype=torch.float32).sort().values
+    return torch.tensor(levels, dtype=torch.float32, device="cpu").sort().values
 
 
 def _prefix_sums(centers: list[float], weights: list[float]) -> _Sums:
@@ -288,7 +288,9 @@ def _prefix_sums(centers: list[float], weights: list[float]) -> _Sums:
     points = list(zip(weights, centers, strict=True))
     terms = (weights, [w * x for w, x in points], [w * x * x for w, x in points])
     # From left to right by definition, where torch.cumsum may sum in another order.
-    return tuple(torch.tensor([0.0, *accumulate(each)], dtype=torch.float64) for each in terms)
+    return tuple(
+        torch.tensor([0.0, *accumulate(each)], dtype=torch.float64, device="cpu") for each in terms
+    )
 
 
 def _segments(sums: _Sums, begin: Tensor, end: Tensor) -> _Sums:
@@ -311,9 +313,9 @@ def _add_segment(costs: Tensor, sums: _Sums, *, ends: range) -> tuple[Tensor, Te
     """
     added = torch.full_like(costs, math.inf)
     # Beyond the last end there is no neighbour, and so no bound but the end itself.
-    start = torch.full((len(costs) + _STRIDES[0],), len(costs))
+    start = torch.full((len(costs) + _STRIDES[0],), len(costs), device="cpu")
     for coarser, stride in pairwise((0, *_STRIDES)):
-        end = torch.arange(ends.start, ends.stop, stride)
+        end = torch.arange(ends.start, ends.stop, stride, device="cpu")
         if coarser:
             step = (end - ends.start) % coarser
             end, step = end[step != 0], step[step != 0]
@@ -337,8 +339,8 @@ def _cheapest_starts(
     """Return the first start of least cost for each end, and that cost."""
     width = high - low + 1
     offset = width.cumsum(0) - width
-    which = torch.arange(len(end)).repeat_interleave(width)
-    begin = (low - offset).index_select(0, which).add_(torch.arange(len(which)))
+    which = torch.arange(len(end), device="cpu").repeat_interleave(width)
+    begin = (low - offset).index_select(0, which).add_(torch.arange(len(which), device="cpu"))
     weight, first, second = _segments(sums, begin, end.index_select(0, which))
     cost = costs.index_select(0, begin) + (second - first * first / weight)
     least = torch.segment_reduce(cost, "min", lengths=width)

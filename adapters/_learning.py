@@ -174,7 +174,7 @@ class _Class:
             shared = [s.shards.over_mesh(v) for s, v in zip(self._samples, squares, strict=True)]
         if (self._defer_unusable or self._defer_zeros) and self._any(bool(problem)):
             return ()
-        self._find_periods(_reduce(shared, "max"))
+        self._find_periods(shared)
         if self._votes:
             self._tell_copies_apart()
         # What a rank learns alone is its own business; that others learn, all have agreed on.
@@ -219,15 +219,17 @@ class _Class:
 
     # ---- periods ----
 
-    def _find_periods(self, squares: Sequence[Tensor]) -> None:
+    def _find_periods(self, squares: Sequence[tuple[Reduction, Tensor]]) -> None:
+        # Collectives stand inside of what ranks do together: if one breaks, all are told of whom.
         searched = [sample for sample in self._samples if sample.period is None]
         with self._together("how long its blocks are"):
-            for sample, square in zip(self._samples, squares, strict=True):
+            largest = _reduce(squares, "max")
+            for sample, square in zip(self._samples, largest, strict=True):
                 numel = sum(part.numel for part in sample.shards.parts)
                 sample.exponent = choose_exponent(float(square), numel)
             shared = [sample.shards.over_mesh(_period_sums(sample)) for sample in searched]
-        totals = _reduce(shared, "sum")
         with self._together("its periods"):
+            totals = _reduce(shared, "sum")
             for sample, total in zip(searched, totals, strict=True):
                 assert sample.search is not None
                 sample.period = period_of(sample.search, total, sample.exponent)
@@ -275,27 +277,23 @@ class _Class:
 
     # ---- codebooks ----
 
-    def _complete_blocks(self, samples: Sequence[Sample]) -> dict[int, Blocks]:
-        """Return the blocks of gradients, with the largest magnitude in each whole one."""
-        with self._together("its blocks"):
-            found = dict(map(_blocks_of, samples))
-            cut = [sample for sample in samples if found[id(sample)][0].num_cut]
-            both = [found[id(sample)] for sample in cut]
-            maxima = [cut_values(values, grid) for grid, values in both]
-        parts = [s.shards.between_parts(v.numel()) for s, v in zip(cut, maxima, strict=True)]
-        completed = reduce_together(parts, maxima, "max")
-        for (grid, values), reduced in zip(both, completed, strict=True):
-            set_cut_values_(values, reduced, grid)
-        return found
-
     def _learn_codebooks(self, wanted: Sequence[Lesson]) -> bool:
         """Stage codebooks of all ranks; return False if the step is to be skipped instead."""
-        blocks = self._complete_blocks([s for lesson in wanted for s in lesson.samples])
-        with self._together("its histogram"):
+        with self._together("its blocks"):
+            samples = [sample for lesson in wanted for sample in lesson.samples]
+            blocks = dict(map(_blocks_of, samples))
+            cut = [sample for sample in samples if blocks[id(sample)][0].num_cut]
+            both = [blocks[id(sample)] for sample in cut]
+            ours_of = [cut_values(values, grid) for grid, values in both]
+            parts = [s.shards.between_parts(v.numel()) for s, v in zip(cut, ours_of, strict=True)]
+        with self._together("its histogram"):  # the blocks with what others hold of them
+            for pair, reduced in zip(both, reduce_together(parts, ours_of, "max"), strict=True):
+                grid, values = pair
+                set_cut_values_(values, reduced, grid)
             ours = torch.cat([_histogram(lesson, blocks) for lesson in wanted])
         summed = self._sum(ours, "histogram") if self._votes else ours.tolist()
         with self._together("its codebook") as last:
-            counts = torch.split(torch.tensor(summed), NUM_BINS)
+            counts = torch.split(torch.tensor(summed, device="cpu"), NUM_BINS)
             # A half without any gradient has nothing to count; it learns when it has.
             some = [pair for pair in zip(wanted, counts, strict=True) if int(pair[1].sum())]
             zeros = any(is_degenerate(each) for _, each in some)
@@ -340,7 +338,7 @@ def _period_sums(sample: Sample) -> Tensor:
 
 def _histogram(lesson: Lesson, blocks: dict[int, Blocks]) -> Tensor:
     """What this rank counts of one rule's gradients."""
-    total = torch.zeros(NUM_BINS, dtype=torch.int64)
+    total = torch.zeros(NUM_BINS, dtype=torch.int64, device="cpu")
     for sample in lesson.samples:
         if sample.counts_here and sample.grad.numel():
             grid, maxima = blocks[id(sample)]

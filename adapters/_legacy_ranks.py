@@ -130,7 +130,7 @@ def join_ranks(
     if not shards:
         return {}, None
     state = {key: found.whole_moments() for key, found in shards.items()}
-    counts = torch.zeros(NUM_BINS, dtype=torch.int64)
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device="cpu")
     # Twice the momentum, rather than all momenta at a time: that would be 4 bytes an element.
     for key, found in shards.items():
         rows = found.momentum().view(-1, state[key]["automatic_period"])
@@ -234,7 +234,7 @@ def _find_shards(param: Param, index: int, sources: Sequence[RankSource]) -> _Sh
     else:
         found.sort(key=lambda each: each[0])
         sizes = [slot.local_shape[dim] for _, slot, _, _ in found]
-        split = [len(part) for part in torch.empty(shape[dim]).chunk(len(sources))]
+        split = [len(part) for part in torch.empty(shape[dim], device="cpu").chunk(len(sources))]
         if sizes != split:
             raise malformed(param.label, f"shards of the sizes {split}, got {sizes}")
     return _Shards(

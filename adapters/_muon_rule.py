@@ -41,6 +41,7 @@ from adapters._rules import (
     Write,
     check_state,
     gradient_of,
+    group_id,
     local,
     scalar_lr,
     spans_ranks,
@@ -292,7 +293,7 @@ class MuonRule(Rule):
         """Return what is known of a step before it is computed; ``rates`` are those known yet."""
         group, param = member.group, member.param
         lr = scalar_lr(group)
-        rate = (id(group["params"][0]), param.shape)  # torch 2.9 traces no id of a dict
+        rate = (group_id(group), param.shape)
         if rate not in rates:  # once for all of a shape: a tensor on a device is waited for
             adjusted = adjust_lr(lr, group["adjust_lr_fn"], param.shape)
             alpha = -(float(adjusted) if phase.in_graph is None else adjusted)

@@ -20,7 +20,7 @@ from adapters._newton_schulz import (
     normalize_rows,
     schedule_of,
 )
-from adapters._rules import Member, local, was_written
+from adapters._rules import Member, group_id, local, was_written
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ def orthogonalize(
     """Newton-Schulz of whole matrices: of one kind, or a single one. They are not written."""
     if len(works) > 1:
         kind = works[0].kind
-        one_of_each_group = {id(each.member.group["params"][0]): each.member for each in works}
+        one_of_each_group = {group_id(each.member.group): each.member for each in works}
         # Options may have changed since kinds were read.
         if kind and all(kind_of(member) == kind for member in one_of_each_group.values()):
             return newton_schulz_stacked(matrices, kind)

@@ -11,12 +11,15 @@ Nothing here communicates.
     A DTensor says how it is cut, but not which of its parts a file holds: what rank 0 saved looks
     like its own to rank 1. And what is no tensor, such as a block length, or belongs to each rank
     alone, such as a codebook in the mode "approx", is taken from one rank by tools that write one
-    file for all. So one more row says what the others go with: the part, whether it was a tensor
-    of its own, the length of its blocks, and the codebook.
+    file for all. So one more row says what the others go with: whether the part was a tensor of its
+    own, the length of its blocks, the codebook, and which elements they are of. The number of the
+    part would not do: FSDP on 4 ranks and FSDP over TP on 2 x 2 both cut rows in 4, and number them
+    in different orders.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,14 +124,14 @@ _ADVICE = (
 class Origin:
     """What one rank's rows go with; see [Note: origin]."""
 
-    part: int
+    place: tuple[int, ...]  # of the elements: start and length in each dimension
     alone: bool
     period: int = 0
     codebook: int = 0  # a digest
 
     def packed(self, param: DTensor) -> DTensor:
         """Return it as a row."""
-        values = [self.part, int(self.alone), self.period, self.codebook]
+        values = [int(self.alone), self.period, self.codebook, *self.place]
         return as_row(torch.tensor(values, device=local(param).device), param, len(values))
 
     @classmethod
@@ -142,7 +145,7 @@ class Origin:
             digest: Of the codebook, hexadecimal, 8 bytes.
         """
         codebook = int(digest, 16) - 2**63 if digest else 0
-        return cls(_part_of(param), alone and is_cut(param), period, codebook)
+        return cls(_place_of(param), alone and is_cut(param), period, codebook)
 
     def check(self, saved: object, param: Tensor, where: str) -> None:
         """Raise ValueError unless rows that were saved with another origin are this one's."""
@@ -151,12 +154,13 @@ class Origin:
                 f"{where} is that of shards, but does not say of which; a tool has removed its "
                 f'"{ORIGIN}". Save what state_dict() returns as it is.'
             )
-        row = own_row(saved, 4, 4, param, f"{where}, {ORIGIN}")
-        part, alone, *rest = row.tolist()
-        if part != self.part:
+        width = 3 + len(self.place)
+        row = own_row(saved, width, width, param, f"{where}, {ORIGIN}")
+        alone, period, codebook, *place = row.tolist()
+        if tuple(place) != self.place:
             raise ValueError(
-                f"{where} is that of part {part}, but this rank holds part {self.part}; each rank "
-                "loads what it saved itself"
+                f"{where} is that of {_text(place)}, but this rank holds {_text(self.place)}; each "
+                f"rank loads what it saved itself. {_ADVICE}"
             )
         if alone != int(self.alone):
             modes = ('"exact"', '"approx"')
@@ -164,22 +168,21 @@ class Origin:
                 f"{where} was saved with sharded_mode {modes[bool(alone)]}, this optimizer has "
                 f"{modes[self.alone]}; shards of one cannot be read as those of the other"
             )
-        if rest != [self.period, self.codebook]:
+        if (period, codebook) != (self.period, self.codebook):
             raise ValueError(
                 f"{where} was made with another codebook or other blocks than those beside it; a "
                 "tool has written one rank's for all. Let each rank save its own file."
             )
 
 
-def _part_of(param: Tensor) -> int:
-    """Return which row is this rank's."""
-    found = 0
-    if isinstance(param, DTensor):
-        for axis, placement in enumerate(param.placements):
-            if not placement.is_replicate():
-                mesh = param.device_mesh
-                found = found * mesh.size(axis) + mesh.get_local_rank(axis)
-    return found
+def _place_of(param: Tensor) -> tuple[int, ...]:
+    """Return start and length of what this rank holds, in each dimension."""
+    return tuple(number for span in read_shards(param, name="a parameter").box for number in span)
+
+
+def _text(place: Sequence[int]) -> str:
+    spans = zip(place[::2], place[1::2], strict=True)
+    return f"elements [{', '.join(f'{start}:{start + length}' for start, length in spans)}]"
 
 
 def _num_parts(param: DTensor) -> int:

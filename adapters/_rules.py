@@ -166,6 +166,11 @@ def scalar_lr(group: Mapping[str, Any]) -> float | Tensor:
     return lr.squeeze() if isinstance(lr, Tensor) else lr
 
 
+def group_id(group: Mapping[str, Any]) -> int:
+    """Return what tells parameter groups apart; torch 2.9 traces no id of the dict itself."""
+    return id(group["params"][0])
+
+
 def was_written(param: Tensor) -> None:
     """Tell autograd that a parameter was written through its local part."""
     if isinstance(param, DTensor):

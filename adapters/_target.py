@@ -36,8 +36,8 @@ def empty_state(optimizer: Any, metadata: Metadata, key: str = "optimizer") -> d
         key: Under which that was saved.
 
     Returns:
-        Tensors of zeros on the devices of the parameters, this rank's part of each; None for all
-        else. Nothing of it is the optimizer's yet.
+        Tensors of zeros: for a parameter that is cut, this rank's part, on its device; all else
+        whole and on the CPU. None for what is no tensor. Nothing of it is the optimizer's yet.
 
     Raises:
         KeyError: The checkpoint holds nothing under this key.
@@ -83,7 +83,7 @@ def _zeros(
 ) -> Tensor:
     dtype = saved.properties.dtype
     if not isinstance(param, DTensor):
-        return torch.zeros(saved.size, dtype=dtype)
+        return torch.zeros(saved.size, dtype=dtype, device="cpu")
     device = local(param).device
     if key in _IN_ROWS and len(saved.size) == 2:
         row = as_row(torch.zeros(0, dtype=dtype, device=device), param, saved.size[1])

@@ -18,7 +18,7 @@ from pydantic import (
     field_validator,
 )
 
-from adapters._newton_schulz import DEFAULT_EPS
+from adapters._newton_schulz import DEFAULT_EPS, ROW_BETA, ROW_EPS
 from adapters._schedules import DEFAULT_COEFFICIENTS, DEFAULT_STEPS, SCHEDULES, Form
 
 ShardedMode = Literal["exact", "distributed", "approx"]
@@ -108,8 +108,8 @@ class MuonVariantOptions(MuonOptions):
     ns_schedule: str | Annotated[tuple[Triple, ...], BeforeValidator(_list_to_tuple)] | None = None
     ns_form: Form = "standard"
     normuon: bool = False
-    normuon_beta2: Share = 0.95
-    normuon_eps: float = Field(default=1e-8, gt=0.0)
+    normuon_beta2: Share = ROW_BETA
+    normuon_eps: float = Field(default=ROW_EPS, gt=0.0)
     cautious: bool = False
     capturable: bool = False
 

@@ -220,9 +220,10 @@ class _Planning(NamedTuple):
 
 def _run_planning(scopes: Mapping[Ranks, int]) -> _Planning:
     store: dict[str, Any] = {}
-    keys, moved = [0], [0]
+    keys = moved = 0
 
     def counted(protocol: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        nonlocal keys, moved
         answer = None
         while True:
             try:
@@ -230,15 +231,15 @@ def _run_planning(scopes: Mapping[Ranks, int]) -> _Planning:
             except StopIteration as stop:
                 return stop.value
             answer = yield wanted
-            keys[0] = max(keys[0], len(store))
+            keys = max(keys, len(store))
             if isinstance(wanted, Await | Put) and wanted.key.endswith("/plan"):
-                moved[0] += len(answer) * (1 + isinstance(wanted, Put))
+                moved += len(answer) * (1 + isinstance(wanted, Put))
 
     programs = {r: counted(plan(own, rank=r, rounds={})) for r, own in _held(scopes).items()}
     run = simulate(programs, store=store)
     if run.errors or not all(isinstance(p.plan, Plan) for p in run.results.values()):
         raise AssertionError(f"planning failed: {run.errors}")
-    return _Planning(sum(run.requests.values()), keys[0], moved[0])
+    return _Planning(sum(run.requests.values()), keys, moved)
 
 
 def _pipeline(rows: int, columns: int) -> dict[Ranks, int]:

@@ -193,8 +193,8 @@ class Whereabouts:
                 late = tuple(sorted({*late, *gone}))
             elif len(late) == 1:
                 gone = late
-        alive = tuple(rank for rank in late if rank not in gone)
-        self._ask_where(alive, f"{name}/stack/{sequence}/hard", patience)
+        others = tuple(rank for rank in late if rank not in gone)
+        self._ask_where(others, f"{name}/stack/{sequence}/hard", patience)
         return Absence(
             late,
             phases={rank: posts[rank].phase for rank in late if rank in posts},

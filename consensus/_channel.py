@@ -38,8 +38,9 @@ class Channel:
     def positions(self) -> tuple[tuple[Ranks, int], ...]:
         """Return, for each scope, a digest of how many collectives its groups have seen.
 
-        In the order in which parameters name them, which is that of all ranks. By their ranks, the
-        group along one axis of a mesh comes first on some and that along the other on the rest.
+        In the order in which parameters name them, which all ranks share. Sorted by ranks, axes
+        would change places: on a mesh of 2 x 2 the column of rank 3 sorts before its row, that of
+        rank 0 after it.
         """
         return tuple(
             (ranks, digest(b"%d" % _sequence_number(ref()) for ref in groups))

@@ -15,7 +15,8 @@ leaders. A rank looks at the lowest scope that it has heard of. If another rank 
 for the plan there; if it leads it itself, it reads the unions of all leaders it has heard of, and
 looks again. So a component's lowest rank reads a union of every other leader and then knows all; it
 puts the plan under the scopes it leads, where others wait, who do the same. That makes some ten
-requests a rank, however large the scopes are and however they cross. Records and unions are put
+requests a rank however large the scopes are, and one for each leader on the lowest rank. Records
+and unions are put
 before anything else is awaited, and who waits for a plan waits for a lower rank, so nobody waits in
 a circle.
 
@@ -134,9 +135,14 @@ def _verdict(key: str, members: Ranks, value: int, nonce: str = "") -> StoreProt
     return Verdict(*_heard(said))
 
 
+def count_key(key: str) -> str:
+    """Return the counter of a tally, which is there once a member has come."""
+    return f"{key}/sum"
+
+
 def _count(key: str, members: Ranks, value: int, nonce: str = "") -> StoreProtocol[None]:
     short = value % 2**_HASH_BITS
-    total = yield Add(f"{key}/sum", (1 << _COUNT_SHIFT) + short)
+    total = yield Add(count_key(key), (1 << _COUNT_SHIFT) + short)
     assert isinstance(total, int)
     if total >> _COUNT_SHIFT == len(members):
         same = total % (1 << _COUNT_SHIFT) == len(members) * short
@@ -166,7 +172,7 @@ def _claim(key: str, value: bytes) -> StoreProtocol[None]:
 def _last_clears_up(key: str, members: Ranks) -> StoreProtocol[None]:
     gone = yield Add(f"{key}/gone", 1)
     if gone == len(members):  # everyone has read what there was to read
-        yield Drop((f"{key}/sum", f"{key}/done", f"{key}/gone"))
+        yield Drop((count_key(key), f"{key}/done", f"{key}/gone"))
 
 
 def plan_name(ranks: Ranks) -> str:

@@ -45,8 +45,8 @@ class Known:
 
     def told(self) -> list[list[Any]]:
         """Return all of it as plain lists, in the same order whoever was heard first."""
-        every = sorted(self.holders, key=lambda held: (held.runs, held.place, held.manifest))
-        return [[runs_of(sorted(self.holders[held])), *held] for held in every]
+        told = [[runs_of(sorted(holders)), *held] for held, holders in self.holders.items()]
+        return sorted(told, key=repr)
 
     def hear(self, told: Sequence[Sequence[Any]]) -> None:
         """Add what another rank has told."""
@@ -61,9 +61,9 @@ class Known:
     def outcome(self) -> tuple[Plan, dict[str, Ranks]]:
         """Return what :func:`plan_of` and :func:`conflicting_modes` say of the records.
 
-        They are handed a part that says the same, as they look at every rank of each scope of each
-        rank. To the first it is all one who holds a scope, so each way to hold one is brought once.
-        The second looks for a scope that is held in two modes, so only those are brought.
+        Both take every scope of every rank, and look at each of its ranks; so they get less, with
+        the same outcome. Who holds a scope does not matter to the first, which gets each way of
+        holding one once. The second reports scopes held in two modes, and gets only those.
         """
         ranks = {runs: ranks_in(runs) for runs in {held.runs for held in self.holders}}
         modes: dict[Runs, set[str]] = {}

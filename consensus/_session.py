@@ -27,7 +27,7 @@ from consensus._protocol import decide
 from consensus._sockets import HopLink
 from consensus._sources import options_of
 from consensus._store import StoreClient
-from consensus._tours import TOURS
+from consensus._tours import OVER_DATA_GROUPS
 from consensus._transport import GroupLink, Link, StoreLink
 from consensus._trial import make_link, trial_key
 from consensus._waiting import LinkBroken, Patience
@@ -134,7 +134,7 @@ class Session:
                     ]
                     late = tuple(sorted({rank for absence in found for rank in absence.late}))
                     raise AgreementBroken(replace(found[0], late=late)) from None
-                record.members = len(planned.plan.members)
+                record.members, record.disagreed = len(planned.plan.members), bool(planned.conflict)
             self._rounds.update(own)
             for name in names.values():
                 self._whereabouts.withdraw(name)
@@ -299,8 +299,6 @@ class Session:
     def _look_around(self, meeting: Meeting, patience: Patience) -> None:
         self._whereabouts.look_around(meeting, nesting().around(), patience)
 
-    # ---- making a channel ----
-
     def _make_channel(
         self,
         plan: Plan,
@@ -319,7 +317,7 @@ class Session:
                 "backend and hold the same meshes"
             )
         name = f"{key}/{met.nonce}"  # a nonce: never reused, not even after a restart
-        if backend == "inherit" or backend in TOURS:
+        if backend in OVER_DATA_GROUPS:
             if inherited is None:
                 wanted_groups = [list(ranks) for ranks in plan.groups or (members,)]
                 raise EnclosureError(
@@ -377,6 +375,12 @@ class Session:
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 _sessions_lock = threading.Lock()
+
+
+def end_session() -> None:
+    """End the session of the default process group, if it has one."""
+    if session := _sessions.get(distributed_c10d._get_default_group()):
+        session.end()
 
 
 def current_session() -> Session | None:

@@ -282,7 +282,7 @@ _links: weakref.WeakSet[HopLink] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Let peers see it when this rank ends, though a process lives on that was forked from it.
+    """Close a forked child's copies of connections, so that peers see it when the rank itself ends.
 
     The kernel ends a connection with its last descriptor, and a fork copies them all. Nothing is
     said to the peers here: they would take it for the rank's word.
@@ -310,15 +310,15 @@ def connect(
 ) -> HopLink:
     """Return a link of ``members``; each calls, and connects to the peers that `_hops.peers` says.
 
-    A rank that waits calls ``look`` from time to time, which raises when it waits in vain.
+    A rank that waits calls ``look`` every now and then, which raises when it waits in vain.
 
     Raises:
         OSError: No address to listen on, or a peer that cannot be reached there.
         LinkBroken: A peer did not come within ``seconds``, or what ``look`` raises.
 
     Collectives:
-        None. Over the store four requests: an address is set, those of the peers with a lower
-        index are awaited and read, and the address is dropped.
+        None. Over the store four requests, and those of ``look``: an address is set, those of the
+        peers with a lower index are awaited and read, and the address is dropped.
     """
     index = members.index(rank)
     patience = Patience("connecting", hard=seconds, on_slice=look)
@@ -346,6 +346,7 @@ def connect(
             missing = wanted - set(connected)
             for peer, found in _accept(listener, word, index, missing, patience):
                 connected[peer] = unless_all.enter_context(found)
+                missing.remove(peer)
             if missing:
                 late = join_ranks([members[peer] for peer in missing])
                 raise LinkBroken(f"{late} did not connect to rank {rank}", expired=True)
@@ -387,11 +388,11 @@ def _accept(
                     selector.register(came, selectors.EVENT_READ)
                     continue
                 found: Any = selector.unregister(key.fileobj).fileobj
+                said, peer, to = 0, -1, -1
                 with contextlib.suppress(OSError, struct.error):
                     said, peer, to = _HELLO.unpack(found.recv(_HELLO.size))
-                    if (said, to) == (word, index) and peer in missing:
-                        missing.remove(peer)
-                        yield peer, found.dup()
+                if (said, to) == (word, index) and peer in missing:
+                    yield peer, found.dup()  # which raises where no descriptor is left
 
 
 def _drop(client: StoreClient, key: str) -> None:

@@ -49,6 +49,22 @@ def flatten(source: Source) -> Iterator[Any]:
         )
 
 
+def refuse_without_job(items: Iterable[Any]) -> None:
+    """Raise if meshes or groups of several ranks are named though no job is there, or no longer.
+
+    Raises:
+        EnclosureError: Their ranks have no store to meet in. To go on alone would not be told apart
+            from agreeing.
+    """
+    for item in items:
+        holder = item.device_mesh if isinstance(item, DTensor) else item
+        if not isinstance(holder, Tensor) and holder is not None and holder.size() > 1:
+            raise EnclosureError(
+                f"{holder} spans {holder.size()} ranks, which cannot agree: the default process "
+                "group was destroyed, or never made. Call init_process_group before"
+            )
+
+
 def mesh_ranks(mesh: DeviceMesh) -> Ranks:
     """Return the global ranks of a mesh, sorted."""
     return rank_set(mesh.mesh.flatten().tolist())

@@ -81,8 +81,7 @@ class StoreClient:
             if found is not None:
                 return list(map(bytes, found))
             if patience.left <= 0:
-                awaited = keys if len(keys) <= MAX_NAMED else [*keys[:MAX_NAMED], "others"]
-                raise LinkBroken(f"nobody set {' or '.join(map(repr, awaited))}", expired=True)
+                raise LinkBroken(f"nobody set {_some_of(keys)}", expired=True)
 
     def serve(self, name: str, work: Callable[[Any], None], stop: Callable[[], None]) -> None:
         """Have a helper thread do ``work`` with a store, until :meth:`close` calls ``stop``."""
@@ -209,28 +208,43 @@ def drive_store(protocol: StoreProtocol[T], client: StoreClient, patience: Patie
 
     Raises:
         LinkBroken: The wait was left, here or by a peer, or the store failed.
+        BaseException: What interrupted the wait, such as Ctrl-C; the others have been told.
     """
     go_on = partial(protocol.send, None)
-    own: LinkBroken | None = None
+    own: BaseException | None = None
     why = ""
     try:
         while True:
             wanted = go_on()
             try:
                 answer = _answer(wanted, client, patience)
-            except LinkBroken as broken:
+            except BaseException as error:
                 if own is None:
-                    own, waited = broken, f"a rank waited {patience.waited:.1f} s"
-                    why = waited if broken.expired else str(broken)
+                    own, why = error, _why_given_up(error, patience)
                     patience = Patience(patience.phase, hard=NAMING_S)
                 go_on = partial(protocol.throw, GaveUp(why))
             else:
                 go_on = partial(protocol.send, answer)
     except StopIteration as stop:
+        if own is not None and not isinstance(own, LinkBroken):
+            raise own from None
         result: T = stop.value
         return result
     except GaveUp as gave_up:
         raise own or LinkBroken(f"planning was given up: {gave_up}", expired=False) from None
+
+
+def _why_given_up(error: BaseException, patience: Patience) -> str:
+    if not isinstance(error, LinkBroken):
+        return f"a rank was interrupted by {type(error).__name__}"
+    return f"a rank waited {patience.waited:.1f} s" if error.expired else str(error)
+
+
+def _some_of(keys: Sequence[str]) -> str:
+    if len(keys) == 1:
+        return repr(keys[0])
+    more = f" and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else ""
+    return f"at least one of {', '.join(map(repr, keys[:MAX_NAMED]))}{more}"
 
 
 def _answer(wanted: StoreRequest, client: StoreClient, patience: Patience) -> StoreAnswer:

@@ -61,6 +61,7 @@ def sweep(groups: Iterable[Ranks]) -> Tour:
 
 
 TOURS: Mapping[str, Callable[[Iterable[Ranks]], Tour]] = {"passes": passes, "sweep": sweep}
+OVER_DATA_GROUPS = ("inherit", *TOURS)  # backends whose votes go over the caller's groups
 
 
 def _connected(groups: Iterable[Ranks]) -> list[Ranks]:

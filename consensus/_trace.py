@@ -26,10 +26,12 @@ class Agreement(NamedTuple):
         step: Of the optimizer, in a step that came to its vote without an error; else None.
         start_ns: When this rank came, in Unix time.
         duration_ns: Until it left, waiting for others included.
-        messages: How many it took; None when it did not come about, or went over the store.
+        messages: How many it took; None when it did not come about, and for planning and the making
+            of a control group.
         decision: "agreed" (to go on, or to skip), "failed", "fatal", "mismatch" (of phases),
-            "disagreed"; or what ended the wait: "late" (a deadline), "gone" (a connection broke),
-            "interrupted".
+            "disagreed"; or what ended it: "late" (ranks had not come when a deadline passed, or
+            when a connection broke and nobody knows whose), "gone" (a rank's connection broke),
+            "refused" (no such group can be made), "interrupted".
         members: How many ranks vote.
         data_plane: (group name, number of its last collective) on coming, for each group that
             moves data among the ranks of this vote and is known to the control group.
@@ -151,7 +153,7 @@ def clocks_of(traces: Sequence[Sequence[Agreement]]) -> tuple[Clock, ...]:
 
 
 def _ends(trace: Sequence[Agreement]) -> dict[Key, int]:
-    """Return when votes ended; what broke or went over the store, ranks leave one by one."""
+    """Return when votes ended; what broke, planning and making groups, ranks leave one by one."""
     return {
         (each.channel, each.sequence): each.start_ns + each.duration_ns
         for each in trace

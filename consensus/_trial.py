@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from consensus import _sockets, _transport
+from consensus._planning import count_key
 from consensus._store import StoreClient
 from consensus._transport import Link
 from consensus._waiting import NAMING_S, LinkBroken, Patience
@@ -53,7 +54,7 @@ def make_link(
     def look() -> None:
         # Who says how its trial went has failed: without this rank it cannot have gone well.
         asking = Patience("control group trial", hard=NAMING_S)
-        if client.peek(f"{trial_key(kind, name)}/sum", asking) is not None:
+        if client.peek(count_key(trial_key(kind, name)), asking) is not None:
             raise LinkBroken("another rank could not connect", expired=False)
 
     try:

@@ -80,7 +80,8 @@ class Watcher:
                     answers = {name}
         finally:
             with contextlib.suppress(RuntimeError):  # the store may be what has gone
-                if self._stopped and found != [_STOP]:  # which may be on its way, and would stay
+                # The key that stops this thread may be on its way, and nobody else would delete it.
+                if self._stopped and found != [_STOP]:
                     get_within(store, keys=[self._asked], seconds=_STOP_S)
                 for key in (self._own, self._asked, *answers):
                     store.delete_key(key)

@@ -61,7 +61,7 @@ class GroupFailure(ConsensusError):
             rank is gone or late, or when the failure was fatal: training must not go on.
         fatal: A rank is leaving for good (KeyboardInterrupt, SystemExit, ...).
         phases: Where every rank was, when not all were in the same phase.
-        late_ranks: Ranks that had not come to this agreement when it was given up.
+        late_ranks: Ranks that had not come when the agreement was given up, or are gone.
         gone: As in :class:`LateRanks`, of ``late_ranks``.
         stacks: As in :class:`LateRanks`.
     """
@@ -172,7 +172,8 @@ class LateRanks(ConsensusError):
 
     Attributes:
         phase: The phase in which this rank waited.
-        ranks: The ranks that did not come; none if the job's store cannot be asked.
+        ranks: Ranks that had not come when the agreement was given up, or are gone; none if the
+            job's store cannot be asked.
         phases: Rank -> the phase it last posted; a rank that never had to wait has posted none.
         seconds: How long this rank waited.
         gone: Those of ``ranks`` whose connection broke, as it does when a process ends; none when
@@ -238,8 +239,8 @@ def _absent(late: tuple[int, ...], gone: tuple[int, ...]) -> list[str]:
         whose = "its connection" if len(gone) == 1 else "their connections"
         texts.append(f"{join_ranks(gone)} {ranks_are(gone)} gone, {whose} broke")
     if others := tuple(rank for rank in late if rank not in gone):
-        before = "until then" if gone else "to this agreement"
-        texts.append(f"{join_ranks(others)} did not come {before}")
+        before = "by then" if gone else "to this agreement"
+        texts.append(f"{join_ranks(others)} had not come {before}")
     return texts
 
 

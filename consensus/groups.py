@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from consensus import placement
+from consensus import _sources, placement
 from consensus._absence import AgreementBroken
 from consensus._channel import Channel
 from consensus._data_links import link_over_data_groups
 from consensus._manifest import Manifest, read_manifest
 from consensus._session import TORCH_TIMEOUT_S, Session, current_session
 from consensus._sources import Source, backend_facts, flatten, group_ranks, mesh_ranks
-from consensus._tours import TOURS
+from consensus._tours import OVER_DATA_GROUPS, TOURS
 from consensus._transport import Link
 from consensus._verdict import broken_error, late_ranks, raise_conflict, raise_if_decided
 from consensus._waiting import Patience
@@ -31,7 +31,7 @@ from consensus.enclosure import Plan, Scope, components
 from consensus.errors import EnclosureError
 from consensus.vote import Decision, Fact, Ranks, Vote
 
-BACKENDS = ("auto", "gloo", "store", "inherit", *TOURS)
+BACKENDS = ("auto", "gloo", "store", *OVER_DATA_GROUPS)
 SOFT_DEADLINE_S = 60.0
 
 
@@ -57,7 +57,7 @@ class ControlGroup:
         self.is_kept = True  # by the caller; else made for one call, and planned as the last such
         self._manifest: Manifest | None = None
         self._problem: ValueError | None = None
-        self._session: Session | None = current_session()
+        self._session: Session | None = None
         self._plan: Plan | None = None
         self._identity: tuple[Fact, ...] = ()
         self._channel: Channel | None = None
@@ -176,10 +176,8 @@ class ControlGroup:
             PhaseMismatch: Only some of the ranks want to plan again.
             LateRanks: A rank did not come.
         """
-        session = current_session()
-        if session is not self._session:  # a new init_process_group, or the first
+        if current_session() is not self._session:  # a new init_process_group, or the first
             self._plan = self._channel = self._manifest = None
-            self._session = session
             self._read()
             return self
         known = self._manifest is None or self._manifest.is_current(self._param_groups())
@@ -261,13 +259,15 @@ class ControlGroup:
         self._meshes: tuple[DeviceMesh, ...] = ()
         self._groups: tuple[Any, ...] = ()
         before, self._manifest = self._manifest, None
-        self._problem = None
-        self._scopes = ()
-        if self._session is None:
-            return
+        self._problem, self._scopes = None, ()
         optimizer = self._optimizer() if self._optimizer is not None else None
         items = list(flatten(optimizer if optimizer is not None else self._source))
-        own_meshes: tuple[DeviceMesh, ...]
+        session = current_session()
+        if session is None:  # before anything is kept, so that it is refused each time
+            _sources.refuse_without_job(items)
+        self._session = session
+        if session is None:
+            return
         try:
             if optimizer is not None:
                 self._manifest = read_manifest(optimizer.param_groups, before)
@@ -307,12 +307,12 @@ class ControlGroup:
 
         Of a mesh with several axes a rank knows only its own groups, so there is nothing to say.
         """
-        own = self._own_meshes
-        used = [mesh.get_group() for mesh in own if mesh.ndim == 1 and mesh.size() > 1]
-        if self._backend == "inherit" or self._backend in TOURS:  # votes go over these
+        own = [mesh for mesh in self._own_meshes if mesh.ndim == 1 and mesh.size() > 1]
+        used = [mesh.get_group() for mesh in own]
+        if self._backend in OVER_DATA_GROUPS:
             used = [group for groups in self._data_groups().values() for group in groups]
         names: dict[Ranks, str] = {}
-        for group, ranks in ((group, group_ranks(group)) for group in used):
+        for group, ranks in zip(used, map(group_ranks, used), strict=True):
             names[ranks] = f"{names.get(ranks, '')}/group {group.group_name}"
         return names
 
@@ -333,7 +333,7 @@ class ControlGroup:
 
     def _inherited(self, plan: Plan) -> Link | None:
         """Return a link over data-plane groups, where votes go over those and they are known."""
-        if self._backend != "inherit" and self._backend not in TOURS:
+        if self._backend not in OVER_DATA_GROUPS:
             return None
         known = [group for groups in self._data_groups().values() for group in groups]
         hint = next((mesh.device_type for mesh in self._meshes), None)

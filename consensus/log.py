@@ -15,8 +15,9 @@ agreement is known by its channel and sequence number, equal on all of its ranks
 holds, for each group that moves data in its scope, the number of its last collective when the
 agreement began: the ``collective_seq_id`` of the flight recorder.
 
-Planning and the making of a control group are logged too, under the name and number of the meeting.
-They go over the store, so ranks leave them apart, and no clock is set by them.
+Planning and the making of a control group are logged too; planning under the first scope of each
+rank, so its name may differ between them. Both go over the store, which ranks leave at different
+moments, so no clock is set by them.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class recording:
         "_rank",
         "_vote",
         "decision",
+        "disagreed",
         "members",
     )
 
@@ -140,6 +142,7 @@ class recording:
         self._rank, self._phase, self._meeting = rank, phase, meeting
         self._vote, self._data_plane = vote, data_plane
         self.decision: Decision | None = None
+        self.disagreed = False  # where no decision says so
         self.members = len(meeting.members)
         self._range: record_function | None = None
 
@@ -170,7 +173,7 @@ class recording:
                 start,
                 time.monotonic_ns() - begun,
                 None if decision is None else decision.messages + bool(decision.sums),
-                _outcome(error) if decision is None else _word(decision),
+                _outcome(error, self.disagreed) if decision is None else _word(decision),
                 self.members,
                 self._data_plane,
             )
@@ -193,10 +196,12 @@ def _word(decision: Decision) -> str:
     return "mismatch" if decision.phases else "disagreed" if decision.differences else "agreed"
 
 
-def _outcome(error: BaseException | None) -> str:
+def _outcome(error: BaseException | None, disagreed: bool) -> str:
     """Return what came of it, in one word, where no decision says so."""
     if isinstance(error, AgreementBroken):
         return "gone" if error.absence.gone else "late"
     if isinstance(error, EnclosureError):
-        return "disagreed"
-    return "agreed" if error is None else "interrupted"
+        return "refused"
+    if error is not None:
+        return "interrupted"
+    return "disagreed" if disagreed else "agreed"

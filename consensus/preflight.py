@@ -5,7 +5,7 @@
             loss = vote.closure(closure)
         if vote.skip:                     # an overflow, agreed by all ranks
             return loss
-        self._update()                    # its collectives pair up
+        self._update(vote.inv_scale)      # gradients times this, if a scaler set one
         return loss
 
 In order, on each rank: (1) entering reads the optimizer's parameters if they have changed since

@@ -118,6 +118,25 @@ def _like_one_device(trial: Trial) -> Course:
     if problems := _not_returned(seen, trial):
         return Judged(problems)
     seen = yield Stage(_nothing, trial.unlike, trial.likeness)
+    return _as_found(seen)
+
+
+def _scaled(trial: Trial) -> Course:
+    """The gradients are unscaled exactly, so the step is that of one device without a scaler."""
+    seen = yield Stage(partial(trial.begin, 1))
+    if problems := _not_returned(seen, trial):
+        return Judged(("before the scaled step:", *problems))
+    subject = trial.subject
+    subject.new_gradients()
+    subject.scale_gradients()
+    seen = yield Stage(partial(subject.scaled_step, False))
+    if problems := _not_returned(seen, trial):
+        return Judged(problems)
+    seen = yield Stage(subject.twin.step, trial.unlike, trial.likeness)
+    return _as_found(seen)
+
+
+def _as_found(seen: Sequence[Seen]) -> Judged:
     notes = dict.fromkeys(each.note for each in seen if each.note)
     return Judged(_found(seen), " / ".join(notes))
 
@@ -182,7 +201,7 @@ class Refused:
         subject = trial.subject
         subject.new_gradients()
         step, undo = self.disturb(subject, trial.faulty)
-        untouched = snapshot(subject.optimizer)
+        untouched, shards = snapshot(subject.optimizer), subject.shards()
 
         def written() -> Iterable[str]:
             try:
@@ -194,7 +213,11 @@ class Refused:
         endings = {each.ending for each in seen}
         note = first_line(seen[0].text) or "all ranks skipped the step"
         if endings == {"returned"} and self.stepping == "alike":
-            return Judged(note="all ranks stepped")
+            seen = yield Stage(_nothing, lambda: filter(None, [subject.stepped(shards)]))
+            missed = {each.found for each in seen}
+            if missed == {("wrote nothing",)}:
+                return Judged(note="all ranks skipped the step")
+            return Judged(_found(seen), "all ranks stepped")
         if endings == {"returned"} and self.stepping == "rightly":
             seen = yield Stage(subject.twin.step, trial.unlike)
             return Judged(_found(seen), "all ranks stepped, as on one device")
@@ -239,10 +262,12 @@ def _nan_gradient(subject: Subject, faulty: bool) -> tuple[Act, Act]:
 
 
 def _overflow_on_one(subject: Subject, faulty: bool) -> tuple[Act, Act]:
+    subject.scale_gradients()
     return partial(subject.scaled_step, faulty), partial(_forget_scaler, subject.optimizer)
 
 
 def _overflow_on_all(subject: Subject, faulty: bool) -> tuple[Act, Act]:
+    subject.scale_gradients()
     return partial(subject.scaled_step, True), partial(_forget_scaler, subject.optimizer)
 
 
@@ -326,6 +351,7 @@ _ALL_RAISE = "every rank raises in time, nothing is written, and the next step i
 
 LAWS: tuple[Law, ...] = (
     Law("healthy steps", "parameters and state are as on one device", _like_one_device),
+    Law("a step under a gradient scaler", "it is the step without one", _scaled),
     Law("plain parameters on one rank", "it steps without the others", _plain),
     Law("a closure raises on one rank", _ALL_RAISE, Refused(_closure_raises)),
     Law("a closure raises in the first step", _ALL_RAISE, Refused(_closure_raises, before=0)),
@@ -337,7 +363,7 @@ LAWS: tuple[Law, ...] = (
     Law("one rank has no gradients", _ALL_RAISE, Refused(partial(_lose_gradients, slice(None)))),
     Law(
         "a gradient is NaN on one rank",
-        "all ranks step, or all raise",
+        "all ranks step, all skip the step, or all raise",
         Refused(_nan_gradient, stepping="alike"),
     ),
     Law(

@@ -20,6 +20,8 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 # each other; rows that divide by no number of ranks; one row, so that later ranks hold nothing.
 SHAPES: Shapes = {"up": (6, 4), "gate": (6, 4), "down": (5, 3), "head": (1, 8)}
 
+_SCALE = 4.0  # of the loss; a power of two, so that unscaling gives the same bits
+
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
@@ -73,18 +75,46 @@ class Subject:
         self.optimizer.step()
         self.twin.step()
 
+    @property
+    def unscales(self) -> bool:
+        """Whether the optimizer says that it knows of AMP, and so unscales its gradients itself."""
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    def scale_gradients(self) -> None:
+        """Give an optimizer that unscales something to unscale."""
+        for param in self.sharded.values() if self.unscales else ():
+            if param.grad is not None:
+                param.grad *= _SCALE
+
     def scaled_step(self, overflow: bool) -> None:
         """Step as ``torch.amp.GradScaler`` would, on a rank that found an overflow or did not.
 
-        An optimizer that says that it knows of AMP is told; any other is not stepped at all.
+        An optimizer that unscales is told; any other is not stepped at all where there is one.
         """
-        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+        if not self.unscales:
             if not overflow:
                 self.optimizer.step()
             return
         self.optimizer.found_inf = torch.tensor([float(overflow)])  # type: ignore[attr-defined]
-        self.optimizer.grad_scale = torch.tensor([1.0])  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = torch.tensor([_SCALE])  # type: ignore[attr-defined]
         self.optimizer.step()
+
+    def stepped(self, before: Mapping[str, Tensor]) -> str:
+        """Say which of the parameters of which this rank holds a part are not as ``before``."""
+        held = [name for name, local in before.items() if local.numel()]
+        now = self.shards()
+        same = [name for name in held if torch.equal(_bits(before[name]), _bits(now[name]))]
+        if not same:
+            return ""
+        return "wrote nothing" if same == held else f"did not write {', '.join(same)}"
+
+    def shards(self) -> dict[str, Tensor]:
+        """Return copies of this rank's parts of the parameters."""
+        params = {name: param.detach() for name, param in self.sharded.items()}
+        return {
+            name: (param.to_local() if isinstance(param, DTensor) else param).clone()
+            for name, param in params.items()
+        }
 
     def likeness(self, tolerance: float) -> Likeness:
         """Compare parameters and what state can be compared: tensors of one name and shape."""

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in __all__
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from consensus._session import current_session
+from consensus._session import end_session
 from consensus.testing._ranks import ErrorRecord, RankResult, Ranks
 from consensus.testing._stacks import stack_of
 
@@ -137,9 +137,7 @@ class _RankThread(threading.Thread):
             self._ended_at = time.monotonic()
             # Else this thread outlived its run, and the default group is someone else's.
             if isinstance(dist.group.WORLD, torch_threads.ProcessLocalGroup):
-                session = current_session()
-                if session is not None:  # torch's caches may hold the group, and so it, for good
-                    session.end()
+                end_session()  # torch's caches may hold the group, and so the session, for good
                 dist.destroy_process_group()
 
     def result(self, stack: str | None) -> RankResult[Any]:

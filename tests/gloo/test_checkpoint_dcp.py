@@ -56,13 +56,14 @@ def alone(model: nn.Module) -> QuantizedOptimizer:
 
 
 MESHES = {"FSDP": ((2,), 7, False), "HSDP": ((2, 2), 7, False), "FSDP over TP": ((2, 2), 8, True)}
+LIKE_OVER_TP = {"FSDP on 4": ((4,), 8, False)}  # as many parts as FSDP over TP
 
 
 class Training:
     """A model as FSDP2 shards it, and its optimizer."""
 
     def __init__(self, where: str, make: Make) -> None:
-        mesh, rows, tensor_parallel = MESHES[where]
+        mesh, rows, tensor_parallel = (MESHES | LIKE_OVER_TP)[where]
         self.model = fully_sharded(mesh, rows, tensor_parallel=tensor_parallel)
         self.optimizer = make(self.model)
 
@@ -154,6 +155,37 @@ def test_a_new_optimizer_goes_on_from_files(where: str, make: Make, tmp_path: Pa
     world_size = 2 if where == "FSDP" else 4
     found = on_ranks(into_a_new_one, world_size, where, make, str(tmp_path))
     assert found == (True,) * world_size
+
+
+def into_other_parts(
+    rank: int, saved: str, where: str, make: Make, folder: str
+) -> tuple[BaseException | None, str]:
+    run = Training(saved, make)
+    run.step(1, 2)
+    dcp.save({"optimizer": run.query()}, checkpoint_id=folder)
+    other = Training(where, make)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    state = {"optimizer": empty_state(other.optimizer, metadata)}
+    dcp.load(state, checkpoint_id=folder)
+    before = snapshot(other.optimizer)
+    error = caught(lambda: other.give(state["optimizer"]))
+    return error, str(caught(lambda: assert_unchanged(other.optimizer, before)) or "")
+
+
+@pytest.mark.parametrize(
+    ("saved", "where"), [("FSDP on 4", "FSDP over TP"), ("FSDP over TP", "FSDP on 4")]
+)
+@pytest.mark.parametrize(
+    "make", [factored, block, muon, by_owners, hybrid], ids=lambda make: make.__name__
+)
+def test_parts_in_another_order_are_not_taken_for_these(
+    make: Make, saved: str, where: str, tmp_path: Path
+) -> None:
+    """Both cut rows in 4 parts, but number them differently: only two ranks hold what they held."""
+    for error, changed in on_ranks(into_other_parts, 4, saved, where, make, str(tmp_path)):
+        assert isinstance(error, GroupFailure), error
+        assert "each rank loads what it saved itself" in str(error)
+        assert changed == ""
 
 
 def alone_through_files(rank: int, folder: str) -> tuple[str, str]:

@@ -117,7 +117,9 @@ def file_of_rank_0(rank: int, recipe: Recipe) -> Refused:
 def test_what_rank_0_saved_is_not_taken_for_rank_1s(recipe: Recipe) -> None:
     """The shards have equal shapes, so nothing else tells them apart."""
     by_rank = on_ranks(file_of_rank_0, 2, recipe)
-    text = "is that of part 0, but this rank holds part 1; each rank loads what it saved itself"
+    first = recipe.shapes[0]
+    upper, lower = (f"[{a}:{b}, 0:{first[1]}]" for a, b in ((0, first[0] // 2), (first[0] // 2, 6)))
+    text = f"is that of elements {upper}, but this rank holds elements {lower}; each rank loads"
     assert_all_refuse(by_rank, GroupFailure, text)
 
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import consensus
 from adapters import Gefen, GefenMuon, Hybrid, Muon
 from consensus import _seams
 from consensus.testing import LAWS, Conformance, Law, _conformance, conformance, run_ranks
+from tests.threaded.muon_cases import local
 
 pytestmark = pytest.mark.slow
 
@@ -49,9 +51,50 @@ class GuardedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         with consensus.preflight(self) as vote:
             loss = vote.closure(closure)
-        if not vote.skip:
-            super().step()
+        if vote.skip:
+            return loss
+        if vote.inv_scale is not None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_(vote.inv_scale)
+            self.grad_scale = self.found_inf = None  # AdamW must not see them
+        super().step()
         return loss
+
+
+class Scaled(GuardedAdamW):
+    """The same, but it forgets that its gradients are scaled."""
+
+    def step(self, closure: Any = None) -> Any:
+        with consensus.preflight(self) as vote:
+            loss = vote.closure(closure)
+        if not vote.skip:
+            self.grad_scale = self.found_inf = None
+            torch.optim.AdamW.step(self)
+        return loss
+
+
+class SkipsAlone(torch.optim.AdamW):
+    """A rank that finds a NaN leaves its step out, or only the shard that has it."""
+
+    whole = True
+
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        sharded = [param for param in params if isinstance(param, DTensor)]
+        broken = [param for param in sharded if not local(param.grad).isfinite().all()]
+        if self.whole and broken:
+            return None
+        for param in broken:
+            param.grad = None
+        return super().step(closure)
+
+
+class SkipsAShard(SkipsAlone):
+    """The other way."""
+
+    whole = False
 
 
 def hybrid(named: Named) -> Hybrid:
@@ -72,7 +115,7 @@ AGREEING: tuple[Callable[[Named], torch.optim.Optimizer], ...] = (
 def test_an_optimizer_that_agrees_keeps_all_laws(make: Any) -> None:
     report = conformance(make, timeout=DEADLINE_S)
     report.assert_kept()
-    assert len(report.kept) == len(LAWS) == 11
+    assert len(report.kept) == len(LAWS) == 12
     failing = [verdict.note for verdict in report.verdicts if "closure" in verdict.law]
     assert all("GroupFailure" in note and "failed on rank 1" in note for note in failing)
     # Overflows: seen by one rank, an error; by all, a step that nobody makes.
@@ -108,19 +151,20 @@ def test_what_adamw_on_dtensors_does_not_keep_is_told_with_what_was_seen(
     starts: list[int],
 ) -> None:
     report = conformance(torch.optim.AdamW, timeout=DEADLINE_S)
-    assert starts == [11]
+    assert starts == [12]
     assert report.kept == (
         "healthy steps",
+        "a step under a gradient scaler",
         "plain parameters on one rank",
         "a gradient is NaN on one rank",
         "all ranks see an overflow",
         "parameters are in another order on one rank",
     )
     head, *lines = str(report).splitlines()
-    assert head == "AdamW on 2 ranks keeps 5 of 11 laws (deadline of a step: 30 s)"
+    assert head == "AdamW on 2 ranks keeps 6 of 12 laws (deadline of a step: 30 s)"
     assert lines[:2] == [
         "  kept    healthy steps: 16 tensors, bit for bit",
-        "  kept    plain parameters on one rank",
+        "  kept    a step under a gradient scaler: 16 tensors, bit for bit",
     ]
     assert of(report, "a closure raises on one rank") == (
         "rank 0 returned",
@@ -130,10 +174,29 @@ def test_what_adamw_on_dtensors_does_not_keep_is_told_with_what_was_seen(
     assert of(report, "the learning rate differs on one rank")[0] == "ranks 0, 1 returned"
     report.assert_kept(except_for=report.broken)
     for known in ((), report.broken[1:], (*report.broken, "healthy steps")):
-        with pytest.raises(AssertionError, match="AdamW on 2 ranks keeps 5 of 11 laws"):
+        with pytest.raises(AssertionError, match="AdamW on 2 ranks keeps 6 of 12 laws"):
             report.assert_kept(except_for=known)
     with pytest.raises(ValueError, match=r"no such law was tried: \['gravity'\]"):
         report.assert_kept(except_for=["gravity"])
+
+
+def test_a_step_with_gradients_that_are_still_scaled_is_found() -> None:
+    some = laws("a step under a gradient scaler")
+    seen = of(conformance(Scaled, laws=some, timeout=DEADLINE_S), some[0].name)
+    assert any("rank 0 has" in each and "off by up to" in each for each in seen)
+    assert conformance(GuardedAdamW, laws=some, timeout=DEADLINE_S).verdicts[0].kept
+
+
+def test_a_rank_that_alone_leaves_out_a_nan_is_found() -> None:
+    some = laws("a gradient is NaN on one rank")
+    found = {
+        make: of(conformance(make, laws=some, timeout=DEADLINE_S), some[0].name)
+        for make in (SkipsAlone, SkipsAShard)
+    }
+    assert found == {
+        SkipsAlone: ("rank 1 wrote nothing",),
+        SkipsAShard: ("rank 1 did not write up",),
+    }
 
 
 def test_a_step_that_hangs_ends_at_the_deadline_and_says_where_it_was(starts: list[int]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from adapters import Muon
 from consensus import any_failed, control_group, groups
 from consensus._session import current_session
-from consensus.testing import run_ranks
+from consensus.testing import assert_unchanged, run_ranks, snapshot
 from tests.gloo._cases import (
     LIVENESS_S,
     Recorder,
@@ -119,6 +119,33 @@ def test_votes_leave_no_keys_behind_and_the_end_no_threads() -> None:
         assert len(by_store) == 2  # the words of the last vote, one key a rank
         assert had_threads
         assert threads == []
+
+
+def after_the_end(rank: int) -> tuple[list[str], str]:
+    """The groups of a mesh outlive the default group, so an update would still go through."""
+    trained = Trained.on()
+    trained.healthy_step()
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    kept = control_group(mesh).prepare()
+    trained.give_gradients()
+    before = snapshot(trained.optimizer)
+    dist.barrier()
+    dist.destroy_process_group()
+    acts: list[Callable[[], Any]] = [
+        lambda: any_failed(rank == 1, kept),
+        lambda: any_failed(rank == 1, mesh),
+        *[trained.optimizer.step] * 2,  # each time
+    ]
+    errors = [str(caught(act)) for act in acts]
+    return errors, str(caught(lambda: assert_unchanged(trained.optimizer, before)) or "")
+
+
+def test_without_a_process_group_ranks_of_a_mesh_do_not_go_on_alone() -> None:
+    for errors, changed in on_ranks(after_the_end, 2):
+        assert [each for each in errors if "the default process group was destroyed" in each] == (
+            errors
+        )
+        assert changed == ""
 
 
 @dataclass(frozen=True)

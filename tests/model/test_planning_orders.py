@@ -91,7 +91,9 @@ class Orders:
             verdict = want.key.endswith("/done") and self.store[want.key].startswith(b"[true")
             self.all_met = self.all_met or verdict
         elif isinstance(want, Drop):
-            return [self.store.pop(key, None) for key in want.keys] and None
+            for key in want.keys:
+                self.store.pop(key, None)
+            return None
         elif isinstance(want, AwaitAll):
             return [self.store[key] for key in want.keys]
         return self.store[want.key]

@@ -217,7 +217,7 @@ def test_planning_a_mesh_with_parameters_on_rows_and_columns(rows: int, columns:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 64, 1024])
-def test_planning_one_scope_with_unequal_manifests_is_nine_requests_a_rank(size: int) -> None:
+def test_planning_one_scope_with_unequal_manifests_is_eight_requests_a_rank(size: int) -> None:
     """An add, a wait; a record, the plan; an add, a wait, an add; and what it put is dropped."""
     records = {rank: [Scope(ranks_of(size), rank % 2)] for rank in range(size)}
     run = simulate({rank: plan(own, rank=rank, rounds={}) for rank, own in records.items()})

@@ -42,6 +42,25 @@ def test_without_a_descriptor_left_a_rank_gives_up_at_once() -> None:
                 next(accepted)
 
 
+def no_descriptor(self: socket.socket) -> socket.socket:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_peer_is_not_taken_for_connected_where_no_descriptor_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket.socket, "dup", no_descriptor)
+    missing = {5}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as peer,
+    ):
+        peer.sendall(_sockets._HELLO.pack(77, 5, 3))
+        with pytest.raises(OSError, match="Too many open files"):
+            next(_sockets._accept(listener, 77, 3, missing, patience()))
+    assert missing == {5}
+
+
 def one_vote(rank: int, job: Job) -> Sequence[int]:
     with job.linked(rank) as link:
         return link.all_reduce_max((rank, -rank), patience())

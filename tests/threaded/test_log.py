@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from consensus import EnclosureError, any_failed, control_group, log
+from consensus import Disagreement, EnclosureError, any_failed, control_group, log
 from consensus.testing import run_threads
 
 LIVENESS_S = 30.0
@@ -41,8 +41,24 @@ def wants_another_backend(rank: int) -> None:
         control_group(dist.group.WORLD, backend="store" if rank else "auto").connect()
 
 
-def test_ranks_that_want_different_groups_disagree() -> None:
+def test_ranks_that_want_different_groups_are_refused() -> None:
     log.clear()
     run_threads(wants_another_backend, 2, timeout=LIVENESS_S).values()
     found = [(each.phase, each.decision) for each in log.records()]
-    assert found == [("making the control group", "disagreed")] * 2
+    assert found == [("making the control group", "refused")] * 2
+
+
+def plans_for_another_group(rank: int) -> None:
+    """Two meshes of the same ranks, each with a group of its own."""
+    meshes = [DeviceMesh("cpu", [0, 1]) for _ in range(2)]
+    if rank == 2:  # without it the group is that of the whole job, and needs no planning
+        return
+    with pytest.raises(Disagreement):
+        control_group(meshes[rank], backend="inherit").connect()
+
+
+def test_ranks_that_plan_with_different_groups_disagree() -> None:
+    log.clear()
+    run_threads(plans_for_another_group, 3, timeout=LIVENESS_S).values()
+    found = [(each.phase, each.decision) for each in log.records()]
+    assert found == [("planning", "disagreed")] * 2

@@ -256,7 +256,7 @@ def test_ranks_whose_connection_broke_are_not_called_late(
 
 
 def test_ranks_that_are_kept_by_one_that_is_gone_are_not_called_gone() -> None:
-    lines = ["rank 0 is gone, its connection broke", "ranks 2, 3 did not come until then"]
+    lines = ["rank 0 is gone, its connection broke", "ranks 2, 3 had not come by then"]
     late = LateRanks("step", (0, 2, 3), gone=(0,))
     assert str(late).splitlines() == [f"step: {lines[0]}", f"  {lines[1]}"]
     failed = GroupFailure("step", (VALUE_ERROR,), late_ranks=(0, 2, 3), gone=(0,))

@@ -204,24 +204,22 @@ def tied_meshes(stages: int, columns: int) -> dict[Ranks, int]:
 
 
 @pytest.mark.parametrize(
-    ("scopes", "requests", "most", "before"),
+    ("scopes", "requests", "most"),
     [
-        pytest.param(chain(5), 77, 14, 106, id="chain of 5 groups"),
-        pytest.param({(0, 1): 1, (1, 2): 2, (0, 2): 3}, 40, 15, 50, id="ring of 3"),
-        pytest.param(tied_meshes(2, 2), 53, 15, 70, id="mesh of 2 x 2"),
-        pytest.param(tied_meshes(4, 2), 97, 15, 166, id="4 tied meshes on 8 ranks"),
-        pytest.param(tied_meshes(4, 16), 657, 15, 4_842, id="4 tied meshes on 64 ranks"),
-        pytest.param(tied_meshes(4, 64), 2_577, 15, 68_490, id="4 tied meshes on 256 ranks"),
+        pytest.param(chain(5), 77, 14, id="chain of 5 groups"),
+        pytest.param({(0, 1): 1, (1, 2): 2, (0, 2): 3}, 40, 15, id="ring of 3"),
+        pytest.param(tied_meshes(2, 2), 53, 15, id="mesh of 2 x 2"),
+        pytest.param(tied_meshes(4, 2), 97, 15, id="4 tied meshes on 8 ranks"),
+        pytest.param(tied_meshes(4, 16), 657, 15, id="4 tied meshes on 64 ranks"),
+        pytest.param(tied_meshes(4, 64), 2_577, 15, id="4 tied meshes on 256 ranks"),
     ],
 )
-def test_scopes_that_cross_cost_ten_requests_a_rank(
-    scopes: dict[Ranks, int], requests: int, most: int, before: int
+def test_scopes_that_cross_cost_about_ten_requests_a_rank(
+    scopes: dict[Ranks, int], requests: int, most: int
 ) -> None:
-    """Before: what it took while every rank read a record of every other."""
     ranks = sorted({rank for scope in scopes for rank in scope})
     run = planning({r: [Scope(s, m) for s, m in scopes.items() if r in s] for r in ranks})
     assert (sum(run.requests.values()), max(run.requests.values())) == (requests, most)
-    assert requests < before
 
 
 def test_a_chain_in_any_order_costs_in_proportion_to_its_length() -> None:

@@ -89,6 +89,12 @@ def test_a_transposed_view_has_a_trial_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert seen == [(700, 1), (1, 512)]
 
 
+def test_a_transposed_view_needs_both_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first step it is contiguous."""
+    monkeypatch.setattr(_symmetric, "_gives_same_bits", lambda *args: not args[2])
+    assert not _symmetric.pays(matrix(700, 512).T)
+
+
 def test_products_are_whole_where_halves_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_symmetric, "_gives_same_bits", lambda *args: True)
     assert _symmetric.pays(torch.empty(512, 512))
