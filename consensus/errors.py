@@ -97,12 +97,16 @@ class GroupFailure(ConsensusError):
 
     def _compose(self, advice: str) -> str:
         ranks = tuple(failure.rank for failure in self.failures)
-        lines = [f"{self.phase} failed on {join_ranks(ranks)}, so every rank of the group stops"]
+        absent = _absent(self.late_ranks, self.gone)
+        what = f"{self.phase} failed on {join_ranks(ranks)}"
+        if self.gone and all(says_transport(failure.message) for failure in self.failures):
+            what = f"{self.phase}: {absent.pop(0)}"  # and the failures are what came of that
+        lines = [f"{what}, so every rank of the group stops"]
         causes = _by_headline(self.failures).items()
         lines += _fit([f"  {join_ranks(same)}: {text}" for text, same in causes], MAX_CAUSES)
         if len(set(self.phases.values())) > 1:
             lines += _fit([f"  {where}" for where in _where(self.phases)], MAX_PHASES)
-        lines += [f"  {absent}" for absent in _absent(self.late_ranks, self.gone)]
+        lines += [f"  {each}" for each in absent]
         lines += stack_lines(self.stacks, MAX_STACK_LINES)
         if not self.recoverable:
             lines.append("  The group cannot go on: " + (advice or _why_not(self)))

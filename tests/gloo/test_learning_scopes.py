@@ -15,7 +15,7 @@ import consensus
 from adapters import _learning
 from adapters.gefen import Gefen
 from adapters.hybrid import Hybrid
-from consensus.testing import run_ranks
+from consensus.testing import faults, inject, run_ranks
 from tests.gloo._cases import LIVENESS_S, caught, on_ranks, tell, wait_for
 from tests.gloo.step_cases import (
     MATRICES,
@@ -352,3 +352,27 @@ def empty_half(rank: int, case: str) -> str:
 )
 def test_a_half_without_gradients_does_not_stop_the_other(case: str) -> None:
     assert on_ranks(empty_half, 2, case) == ("None", "None")
+
+
+def killed_while_it_learns(rank: int, nth: int) -> tuple[BaseException | None, list[str]]:
+    """The two collectives that find out how long blocks are."""
+    optimizer = Gefen(parameters(some(["wide", "tall"]), whole_world()).items(), lr=0.02)
+    give_gradients(optimizer, 1)
+    before = contents(optimizer)
+    with inject((dist, "all_reduce"), rank=1, fault=faults.Kill(), nth=nth):
+        error = caught(optimizer.step)
+    return error, changes(before, contents(optimizer))
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_death_among_the_collectives_of_learning_is_an_agreed_failure(nth: int) -> None:
+    ranks = run_ranks(killed_while_it_learns, 3, nth, timeout=LIVENESS_S)
+    for survivor in (ranks[0], ranks[2]):
+        assert survivor.value is not None
+        error, changed = survivor.value
+        assert isinstance(error, consensus.GroupFailure), error
+        assert error.gone == (1,)
+        assert "rank 1 is gone, its connection broke, so every rank of the group stops" in str(
+            error
+        )
+        assert not changed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +14,18 @@ from torch.distributed.tensor import Shard
 import consensus
 from adapters import Hybrid, Muon
 from adapters.options import ShardedMode
-from consensus import GroupFailure, agree_sum, any_failed, control_group, fail_together
+from consensus import (
+    GroupFailure,
+    LateRanks,
+    agree_sum,
+    any_failed,
+    control_group,
+    fail_together,
+)
+from consensus._store import StoreClient
 from consensus.enclosure import components
 from consensus.testing import assert_unchanged, snapshot
-from tests.gloo._cases import caught, on_ranks
+from tests.gloo._cases import LIVENESS_S, caught, on_ranks
 from tests.threaded.muon_cases import random_matrices, shard
 
 pytestmark = pytest.mark.slow
@@ -204,3 +212,24 @@ def two_optimizers(rank: int) -> list[str]:
 def test_optimizers_of_one_mesh_each_vote_apart() -> None:
     first, second, third = on_ranks(two_optimizers, 3)
     assert (first, second, third) == (["None"] * 2, ["None"] * 4, ["None"] * 2)
+
+
+def interrupted_while_planning(rank: int) -> BaseException | None:
+    """The end of a chain that learns the plan from its neighbour gets a Ctrl-C as it waits."""
+    groups = groups_of(rank, CHAIN[:2])
+    if rank == 2:
+        StoreClient.wait_for_all = _interrupt  # type: ignore[method-assign]
+    return caught(lambda: control_group(groups, timeout=4 * LIVENESS_S).prepare())
+
+
+def _interrupt(*args: Any, **options: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def test_ranks_that_plan_are_told_of_one_that_is_interrupted() -> None:
+    """Long before their own deadline, which is beyond that of this test."""
+    *peers, interrupted = on_ranks(interrupted_while_planning, 3)
+    assert isinstance(interrupted, KeyboardInterrupt)
+    for error in peers:
+        assert isinstance(error, LateRanks)
+        assert "a rank was interrupted by KeyboardInterrupt" in str(error)

@@ -18,6 +18,7 @@ from consensus.vote import Decision, Difference, Vote
 from tests.simulated import failure
 
 VALUE_ERROR = failure(1, "boom")
+BROKEN = failure(0, "Read error: Connection reset by peer")
 
 ERRORS = [
     ConsensusError("text"),
@@ -261,6 +262,20 @@ def test_ranks_that_are_kept_by_one_that_is_gone_are_not_called_gone() -> None:
     assert str(late).splitlines() == [f"step: {lines[0]}", f"  {lines[1]}"]
     failed = GroupFailure("step", (VALUE_ERROR,), late_ranks=(0, 2, 3), gone=(0,))
     assert str(failed).splitlines()[2:4] == [f"  {line}" for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ((BROKEN,), "step: rank 2 is gone, its connection broke, so every rank of the group stops"),
+        ((VALUE_ERROR, BROKEN), "step failed on ranks 0, 1, so every rank of the group stops"),
+    ],
+    ids=["only what came of it", "and a cause of its own"],
+)
+def test_a_death_comes_before_what_came_of_it(failures: tuple[Failure, ...], first: str) -> None:
+    error = GroupFailure("step", failures, late_ranks=(2,), gone=(2,))
+    assert str(error).splitlines()[0] == first
+    assert str(error).count("rank 2 is gone, its connection broke") == 1
 
 
 def test_late_ranks_nobody_can_name_are_said_to_be_so() -> None:
