@@ -220,7 +220,7 @@ def test_a_momentum_of_another_shape_is_refused_when_it_is_loaded() -> None:
     ids=["deepcopy", "pickle"],
 )
 def test_a_copy_goes_on_as_the_original(copied: Any) -> None:
-    optimizer = Muon(parameters(), lr=0.1, sharded_mode="approx", control_group=object())
+    optimizer = Muon(parameters(), lr=0.1, sharded_mode="approx", control_group=[])
     set_gradients(optimizer.param_groups[0]["params"], seed=4)
     optimizer.step()
     twin = copied(optimizer)

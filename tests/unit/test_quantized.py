@@ -303,7 +303,7 @@ def test_a_hook_may_replace_the_closure_and_what_is_learned_from(kind: Kind) -> 
 )
 @pytest.mark.parametrize("steps", [(), (1, 2)], ids=["new", "trained"])
 def test_a_copy_goes_on_as_the_original(kind: Kind, copied: Any, steps: tuple[int, ...]) -> None:
-    optimizer = kind.make(codebook_refresh_every=3, first_gradient="defer", control_group=object())
+    optimizer = kind.make(codebook_refresh_every=3, first_gradient="defer", control_group=[])
     train(optimizer, *steps)
     twin = copied(optimizer)
     assert twin.control_group is None
