@@ -95,8 +95,8 @@ def _gives_same_bits(kind: Kind, num_threads: int) -> bool:
     """Try it, with matrices of different sizes of numbers. Threads are part of the question."""
     del num_threads
     generator = torch.Generator().manual_seed(0)
-    size_of = partial(torch.randn, kind.shape, generator=generator, device="cpu")
-    trial = [size_of() * 10.0 ** (i % 3) for i in range(8)]
+    numbers = partial(torch.randn, kind.shape, generator=generator, device="cpu")
+    trial = [numbers() * 10.0 ** (i % 3) for i in range(8)]
     single = [newton_schulz(matrix, kind.schedule, eps=kind.eps) for matrix in trial]
     return all(
         torch.equal(together, alone)

@@ -30,6 +30,7 @@ from adapters._rules import local
 from adapters._shards import read_shards
 
 ORIGIN = "origin"  # its key in a packed entry
+_NO_BOX = 2**32  # subtracted from what is no element's place
 
 
 def is_cut(param: Tensor) -> bool:
@@ -124,7 +125,7 @@ _ADVICE = (
 class Origin:
     """What one rank's rows go with; see [Note: origin]."""
 
-    place: tuple[int, ...]  # of the elements: start and length in each dimension
+    place: tuple[int, ...]  # of the elements, see _place_of
     alone: bool
     period: int = 0
     codebook: int = 0  # a digest
@@ -176,11 +177,24 @@ class Origin:
 
 
 def _place_of(param: Tensor) -> tuple[int, ...]:
-    """Return start and length of what this rank holds, in each dimension."""
-    return tuple(number for span in read_shards(param, name="a parameter").box for number in span)
+    """Return start and length of what this rank holds, in each dimension.
+
+    In the mode "approx" a part may have any form. Of one that is no box it is the place on the axes
+    of the mesh that cut it, less 2 ** 32, which no element has.
+    """
+    try:
+        box = read_shards(param, name="a parameter").box
+    except NotImplementedError:
+        assert isinstance(param, DTensor)
+        mesh, cuts = param.device_mesh, enumerate(param.placements)
+        axes = [axis for axis, placement in cuts if not placement.is_replicate()]
+        return tuple(mesh.get_local_rank(axis) - _NO_BOX for axis in axes)
+    return tuple(number for span in box for number in span)
 
 
 def _text(place: Sequence[int]) -> str:
+    if place[0] < 0:
+        return f"place {[number + _NO_BOX for number in place]} on the mesh"
     spans = zip(place[::2], place[1::2], strict=True)
     return f"elements [{', '.join(f'{start}:{start + length}' for start, length in spans)}]"
 

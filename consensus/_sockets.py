@@ -346,7 +346,6 @@ def connect(
             missing = wanted - set(connected)
             for peer, found in _accept(listener, word, index, missing, patience):
                 connected[peer] = unless_all.enter_context(found)
-                missing.remove(peer)
             if missing:
                 late = join_ranks([members[peer] for peer in missing])
                 raise LinkBroken(f"{late} did not connect to rank {rank}", expired=True)
@@ -368,8 +367,7 @@ def _accept(
 ) -> Iterator[tuple[int, socket.socket]]:
     """Yield peers and their connections, until none is ``missing`` or time is up.
 
-    Who does not know the word is none. All that connect are heard at once, so one that says
-    nothing, or not yet, delays nobody.
+    Who does not know the word is none. All are heard at once, so one that is silent delays nobody.
     """
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:
         selector.register(listener, selectors.EVENT_READ)
@@ -392,7 +390,9 @@ def _accept(
                 with contextlib.suppress(OSError, struct.error):
                     said, peer, to = _HELLO.unpack(found.recv(_HELLO.size))
                 if (said, to) == (word, index) and peer in missing:
-                    yield peer, found.dup()  # which raises where no descriptor is left
+                    own = found.dup()  # raises where no descriptor is left
+                    missing.remove(peer)
+                    yield peer, own
 
 
 def _drop(client: StoreClient, key: str) -> None:

@@ -61,7 +61,8 @@ def refuse_without_job(items: Iterable[Any]) -> None:
         if not isinstance(holder, Tensor) and holder is not None and holder.size() > 1:
             raise EnclosureError(
                 f"{holder} spans {holder.size()} ranks, which cannot agree: the default process "
-                "group was destroyed, or never made. Call init_process_group before"
+                "group was destroyed, or never made. Call init_process_group, and build anew what "
+                "lies on meshes"
             )
 
 

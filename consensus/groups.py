@@ -262,12 +262,11 @@ class ControlGroup:
         self._problem, self._scopes = None, ()
         optimizer = self._optimizer() if self._optimizer is not None else None
         items = list(flatten(optimizer if optimizer is not None else self._source))
-        session = current_session()
-        if session is None:  # before anything is kept, so that it is refused each time
-            _sources.refuse_without_job(items)
-        self._session = session
-        if session is None:
+        if (session := current_session()) is None:
+            _sources.refuse_without_job(items)  # before that is kept, so it is refused each time
+            self._session = None
             return
+        self._session = session
         try:
             if optimizer is not None:
                 self._manifest = read_manifest(optimizer.param_groups, before)

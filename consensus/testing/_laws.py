@@ -213,11 +213,13 @@ class Refused:
         endings = {each.ending for each in seen}
         note = first_line(seen[0].text) or "all ranks skipped the step"
         if endings == {"returned"} and self.stepping == "alike":
-            seen = yield Stage(_nothing, lambda: filter(None, [subject.stepped(shards)]))
-            missed = {each.found for each in seen}
-            if missed == {("wrote nothing",)}:
-                return Judged(note="all ranks skipped the step")
-            return Judged(_found(seen), "all ranks stepped")
+            seen = yield Stage(_nothing, note=lambda: subject.stepped(shards))
+            acts = {each.note for each in seen if each.note}
+            if acts <= {"stepped"}:
+                return Judged(_found(seen), "all ranks stepped")
+            if acts == {"wrote nothing"}:
+                return Judged(_found(seen), "all ranks skipped the step")
+            return Judged(_by_rank((each.rank, each.note) for each in seen if each.note))
         if endings == {"returned"} and self.stepping == "rightly":
             seen = yield Stage(subject.twin.step, trial.unlike)
             return Judged(_found(seen), "all ranks stepped, as on one device")

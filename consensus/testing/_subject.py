@@ -100,13 +100,13 @@ class Subject:
         self.optimizer.step()
 
     def stepped(self, before: Mapping[str, Tensor]) -> str:
-        """Say which of the parameters of which this rank holds a part are not as ``before``."""
+        """Say what this rank has done to its :meth:`shards`; nothing if it holds none."""
         held = [name for name, local in before.items() if local.numel()]
         now = self.shards()
         same = [name for name in held if torch.equal(_bits(before[name]), _bits(now[name]))]
-        if not same:
-            return ""
-        return "wrote nothing" if same == held else f"did not write {', '.join(same)}"
+        if same and same != held:
+            return f"did not write {', '.join(same)}"
+        return "" if not held else "wrote nothing" if same else "stepped"
 
     def shards(self) -> dict[str, Tensor]:
         """Return copies of this rank's parts of the parameters."""

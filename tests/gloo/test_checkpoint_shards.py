@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from adapters import Muon
 from consensus import Disagreement, GroupFailure
 from tests.gloo._cases import caught, on_ranks
 from tests.gloo.checkpoint_cases import (
@@ -28,6 +31,7 @@ from tests.gloo.checkpoint_cases import (
     of_all_ranks,
     refused,
     same,
+    to_bytes,
     unsharded,
 )
 from tests.threaded.gefen_cases import Layout, Recipe, local
@@ -328,3 +332,32 @@ def test_a_hook_that_raises_on_one_rank_is_told_to_all() -> None:
     for _, met, goes_on in by_rank:
         assert met == ["gefen", "gefen", "DTensor", "loaded"]
         assert goes_on
+
+
+SIZE = torch.Size((4, 6))
+
+
+def cut_by_hand(rank: int) -> tuple[str, bool, str]:
+    """Rank 0 holds three rows of four, which no layout of torch's gives it."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    rows = torch.arange(24.0).view(4, 6).cos()[[slice(0, 3), slice(3, 4)][rank]].clone()
+    param = nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)], shape=SIZE, stride=(6, 1)))
+    optimizer = Muon([("layer", param)], sharded_mode="approx")
+    param.grad = param.detach().sin()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = local(optimizer.state[param]["momentum_buffer"]).clone()
+    optimizer.step()
+    loaded = caught(lambda: optimizer.load_state_dict(saved))
+    equal = torch.equal(local(optimizer.state[param]["momentum_buffer"]), before)
+    files = of_all_ranks(to_bytes(saved))
+    other = caught(lambda: optimizer.load_state_dict(from_bytes(files[0])))
+    return str(loaded), equal, str(other)
+
+
+def test_a_part_that_is_no_box_is_saved_where_ranks_compute_alone() -> None:
+    """Such ranks do not ask each other, so one that is given another's file refuses alone."""
+    (*first, own), (*second, other) = on_ranks(cut_by_hand, 2)
+    assert first == second == ["None", True]
+    assert own == "None"
+    assert "is that of place [0] on the mesh, but this rank holds place [1]" in other

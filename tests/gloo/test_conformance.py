@@ -13,13 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import consensus
 from adapters import Gefen, GefenMuon, Hybrid, Muon
 from consensus import _seams
 from consensus.testing import LAWS, Conformance, Law, _conformance, conformance, run_ranks
-from tests.threaded.muon_cases import local
+from tests.gloo.conformance_cases import (
+    GuardedAdamW,
+    Scaled,
+    SkipsAlone,
+    SkipsAShard,
+    SkipsTogether,
+    VotingAdamW,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,60 +47,6 @@ def of(report: Conformance, law: str) -> Sequence[str]:
 
 
 # ---- optimizers that agree ----
-
-
-class GuardedAdamW(torch.optim.AdamW):
-    """torch's AdamW with the step that the README shows."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Any = None) -> Any:
-        with consensus.preflight(self) as vote:
-            loss = vote.closure(closure)
-        if vote.skip:
-            return loss
-        if vote.inv_scale is not None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.mul_(vote.inv_scale)
-            self.grad_scale = self.found_inf = None  # AdamW must not see them
-        super().step()
-        return loss
-
-
-class Scaled(GuardedAdamW):
-    """The same, but it forgets that its gradients are scaled."""
-
-    def step(self, closure: Any = None) -> Any:
-        with consensus.preflight(self) as vote:
-            loss = vote.closure(closure)
-        if not vote.skip:
-            self.grad_scale = self.found_inf = None
-            torch.optim.AdamW.step(self)
-        return loss
-
-
-class SkipsAlone(torch.optim.AdamW):
-    """A rank that finds a NaN leaves its step out, or only the shard that has it."""
-
-    whole = True
-
-    def step(self, closure: Any = None) -> Any:
-        params = [param for group in self.param_groups for param in group["params"]]
-        sharded = [param for param in params if isinstance(param, DTensor)]
-        broken = [param for param in sharded if not local(param.grad).isfinite().all()]
-        if self.whole and broken:
-            return None
-        for param in broken:
-            param.grad = None
-        return super().step(closure)
-
-
-class SkipsAShard(SkipsAlone):
-    """The other way."""
-
-    whole = False
 
 
 def hybrid(named: Named) -> Hybrid:
@@ -187,6 +139,19 @@ def test_a_step_with_gradients_that_are_still_scaled_is_found() -> None:
     assert conformance(GuardedAdamW, laws=some, timeout=DEADLINE_S).verdicts[0].kept
 
 
+def test_the_lines_of_the_readme_keep_all_laws_but_that_of_a_scaler_of_torch() -> None:
+    report = conformance(VotingAdamW, timeout=STRANDED_S)
+    assert report.broken == ("one rank sees an overflow",)
+
+
+def test_ranks_without_a_row_have_no_say_in_whether_all_skipped() -> None:
+    some, rows = laws("a gradient is NaN on one rank"), {"up": (2, 4), "gate": (2, 4)}
+    (verdict,) = conformance(
+        SkipsTogether, world_size=3, laws=some, shapes=rows, timeout=DEADLINE_S
+    ).verdicts
+    assert (verdict.problems, verdict.note) == ((), "all ranks skipped the step")
+
+
 def test_a_rank_that_alone_leaves_out_a_nan_is_found() -> None:
     some = laws("a gradient is NaN on one rank")
     found = {
@@ -194,8 +159,8 @@ def test_a_rank_that_alone_leaves_out_a_nan_is_found() -> None:
         for make in (SkipsAlone, SkipsAShard)
     }
     assert found == {
-        SkipsAlone: ("rank 1 wrote nothing",),
-        SkipsAShard: ("rank 1 did not write up",),
+        SkipsAlone: ("rank 0 stepped", "rank 1 wrote nothing"),
+        SkipsAShard: ("rank 0 stepped", "rank 1 did not write up"),
     }
 
 
