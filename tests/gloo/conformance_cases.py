@@ -12,7 +12,7 @@ from tests.threaded.muon_cases import local
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """torch's AdamW with the step that the README shows."""
+    """torch's AdamW with the step that docs/testing.md shows."""
 
     _step_supports_amp_scaling = True
 
