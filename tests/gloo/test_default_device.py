@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from adapters import Gefen, GefenMuon, Hybrid, Muon, _batches, _symmetric
 from consensus.testing import run_ranks
 from tests.threaded.muon_cases import local
 
-SHAPES = ((5, 6), (5, 6), (12, 4), (520, 512))  # stacked, tall, and multiplied by halves
+# Computed together, tall, and multiplied by halves; and what is no matrix, where one may have it.
+MATRICES: tuple[tuple[int, ...], ...] = ((32, 48), (32, 48), (32, 48), (12, 4), (520, 512))
+OTHERS: tuple[tuple[int, ...], ...] = ((9,), (4, 3, 2))
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Muon, exact": Muon,
     "Muon, distributed": lambda named: Muon(named, sharded_mode="distributed"),
@@ -29,17 +31,21 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def sharded(seed: int, mesh: DeviceMesh) -> list[DTensor]:
+def sharded(shapes: Sequence[tuple[int, ...]], seed: int, mesh: DeviceMesh) -> list[DTensor]:
+    """Return tensors of which every other one is cut along its last dimension."""
     generator = torch.Generator().manual_seed(seed)
-    whole = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    return [distribute_tensor(each, mesh, [Shard(0)]) for each in whole]
+    whole = [torch.randn(shape, generator=generator) for shape in shapes]
+    dims = [each.ndim - 1 if i % 2 else 0 for i, each in enumerate(whole)]
+    pairs = zip(whole, dims, strict=True)
+    return [distribute_tensor(each, mesh, [Shard(dim)]) for each, dim in pairs]
 
 
-def trained(make: Callable[[Any], Optimizer], device: str) -> list[Tensor]:
+def trained(name: str, device: str) -> list[Tensor]:
     """Return this rank's shards after two steps, a checkpoint, and one more."""
+    make, shapes = OPTIMIZERS[name], MATRICES if "Muon" in name else (*MATRICES, *OTHERS)
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    params = [nn.Parameter(each) for each in sharded(0, mesh)]
-    gradients = [sharded(seed, mesh) for seed in (1, 2, 3)]
+    params = [nn.Parameter(each) for each in sharded(shapes, 0, mesh)]
+    gradients = [sharded(shapes, seed, mesh) for seed in (1, 2, 3)]
     _symmetric._gives_same_bits.cache_clear()
     _batches._gives_same_bits.cache_clear()
     torch.set_default_device(device)
@@ -58,8 +64,7 @@ def trained(make: Callable[[Any], Optimizer], device: str) -> list[Tensor]:
 
 def elsewhere(rank: int, name: str) -> bool:
     torch.set_num_threads(1)
-    make = OPTIMIZERS[name]
-    usual, found = trained(make, "cpu"), trained(make, "meta")
+    usual, found = trained(name, "cpu"), trained(name, "meta")
     return all(map(torch.equal, usual, found))
 
 

@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, permutations
 
 import pytest
 
@@ -45,3 +45,15 @@ def test_holders_are_told_in_order_whoever_was_heard_first() -> None:
     for rank in ranks[::-1]:
         known.hear(Known.of([Scope(ranks, 7)], rank=rank, rounds={}).told())
     assert [ranks_in(told[0]) for told in known.told()] == [ranks]
+
+
+def test_scopes_that_differ_in_any_way_are_told_in_order_whoever_was_heard_first() -> None:
+    ranks = (0, 1)
+    ways = [Scope(ranks, 7, "exact"), Scope(ranks, 7, "approx"), Scope(ranks, 7, "approx", True)]
+    told = []
+    for order in permutations(enumerate(ways)):
+        known = Known()
+        for rank, scope in order:
+            known.hear(Known.of([scope], rank=rank, rounds={}).told())
+        told.append(known.told())
+    assert [each for each in told if each != told[0]] == []
