@@ -19,7 +19,6 @@ from adapters._checkpoint import pack, stage
 from adapters._codebook import make_codebook
 from adapters._data_phase import DataPhase
 from adapters._hooks import Closure, closure_of, run_post_hooks, run_pre_hooks
-from adapters._plan import DEFAULT_BUCKET_BYTES
 from adapters._rules import Member, Rule, Write, check_gradient, spans_ranks
 from adapters._transports import Transport
 from adapters.options import check_options
@@ -46,9 +45,9 @@ class VotingOptimizer(Optimizer, ABC):
     control_group: consensus.Source = None
     #: Whether this optimizer's steps meet other ranks. If not, it only takes part in planning.
     casts_votes: bool = True
-    #: Upper limit for the whole matrices that are gathered at once, in bytes as bfloat16. Equal
-    #: on all ranks.
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    #: Upper limit for the whole matrices that a rank puts together at a time, in bytes as bfloat16.
+    #: None for 16 MiB, and 2 MiB on CPUs. Equal on all ranks.
+    bucket_bytes: int | None = None
     #: How shards travel to owners in the distributed mode: ``"all_to_all"``, or, where that is
     #: unreliable, ``"p2p"`` or ``"gather"``. Equal on all ranks.
     transport: Transport = "all_to_all"

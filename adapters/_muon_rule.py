@@ -24,7 +24,7 @@ from adapters._newton_schulz import (
 )
 from adapters._owners import Crew, plan_rounds
 from adapters._parcels import plan_route
-from adapters._plan import Matrix, Ranks, plan_buckets
+from adapters._plan import Matrix, Ranks, check_bucket_bytes, plan_buckets
 from adapters._reshard import (
     Reduction,
     crew_of,
@@ -117,7 +117,7 @@ class MuonRule(Rule):
 
     def vote(self, owner: Owner, members: Sequence[Member], vote: consensus.preflight) -> None:
         """Bring what decides the collectives of the step."""
-        vote.same("bucket_bytes", owner.bucket_bytes)
+        vote.same("bucket_bytes", check_bucket_bytes(owner.bucket_bytes))
         if self.mode == "distributed":
             vote.same("transport", check_transport(owner.transport))
 

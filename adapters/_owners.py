@@ -9,6 +9,12 @@ derives the same plan from shapes, meshes and placements, and nothing here asks 
     rank that has least. On a mesh with copies of each shard, every copy is a candidate: one copy
     of the ranks gathers a matrix, and the others get its update from their peers.
 
+[Note: rounds for all owners]
+    A round lasts as long as its busiest owner takes. So each owner has a share of it, up to a limit
+    in bytes, and takes its matrices in the order in which they were given out: then those of one
+    round are about as large on all of them. With one limit for all, few of many ranks would have
+    work at a time.
+
 [Note: together]
     A step over many small matrices costs what its calls cost. So small matrices of one shape and
     one owner are one task: their parts lie side by side in each parcel, one copy takes those of a
@@ -19,8 +25,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 
 from adapters._plan import (
     MAX_STACKABLE_NUMEL,
@@ -50,7 +57,7 @@ class Crew:
     @property
     def order(self) -> tuple[object, ...]:
         """Equal on all ranks of the crew; sorts crews alike everywhere."""
-        return (self.ranks, self.places, self.layout.cuts)
+        return (self.ranks, self.places, self.layout.cuts, self.layout.device_type)
 
     @property
     def num_parts(self) -> int:
@@ -106,6 +113,11 @@ def flops(shape: Shape) -> int:
     return 2 * small * small * large + small**3
 
 
+def largest_first(position: int, shape: Shape) -> tuple[int, int, int]:
+    """What sorts matrices in the order in which they are given to owners."""
+    return -flops(shape), -math.prod(shape), position
+
+
 def assign(shapes: Sequence[tuple[int, Shape]], num_owners: int) -> dict[int, int]:
     """Return position -> owner, the largest matrix first to the owner with least to do.
 
@@ -115,9 +127,7 @@ def assign(shapes: Sequence[tuple[int, Shape]], num_owners: int) -> dict[int, in
     """
     loads = [(0, 0, owner) for owner in range(num_owners)]
     found = {}
-    for position, shape in sorted(
-        shapes, key=lambda each: (-flops(each[1]), -math.prod(each[1]), each[0])
-    ):
+    for position, shape in sorted(shapes, key=lambda each: largest_first(*each)):
         work, numel, owner = heapq.heappop(loads)
         found[position] = owner
         heapq.heappush(loads, (work + flops(shape), numel + math.prod(shape), owner))
@@ -128,7 +138,7 @@ def plan_rounds(
     every: Iterable[tuple[Matrix, Crew]],
     active: Iterable[int],
     *,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     with_rows: frozenset[int] = frozenset(),
 ) -> tuple[Round, ...]:
     """Return the rounds of one step, in the order in which every rank takes them.
@@ -136,8 +146,8 @@ def plan_rounds(
     Args:
         every: All sharded matrices of the optimizer.
         active: Positions of those with a gradient.
-        bucket_bytes: Upper limit for the whole matrices of one round, in bytes as bfloat16. A
-            larger one travels alone.
+        bucket_bytes: Upper limit for the matrices that one rank owns in a round, in bytes as
+            bfloat16; a larger one is alone. None for :meth:`Layout.bucket_bytes`.
         with_rows: Positions of those whose rows have a moment that travels along.
     """
     by_crew: dict[tuple[object, ...], tuple[Crew, list[Matrix]]] = {}
@@ -154,8 +164,19 @@ def plan_rounds(
             for each in sorted(matrices, key=lambda each: each.position)
             if each.position in wanted
         ]
-        rounds += [Round(crew, together(part)) for part in split_by_bytes(tasks, bucket_bytes)]
+        limit = crew.layout.bucket_bytes(bucket_bytes)
+        rounds += [Round(crew, together(part)) for part in _in_turns(tasks, limit)]
     return tuple(rounds)
+
+
+def _in_turns(tasks: Iterable[Task], limit: int) -> Iterator[list[Task]]:
+    """Yield what owners compute at the same time; see [Note: rounds for all owners]."""
+    by_owner: dict[tuple[int, int], list[Task]] = {}
+    for task in sorted(tasks, key=lambda each: largest_first(each.positions[0], each.shape)):
+        by_owner.setdefault((task.copy, task.owner), []).append(task)
+    runs = [split_by_bytes(owned, limit) for owned in by_owner.values()]
+    for turn in zip_longest(*runs, fillvalue=[]):
+        yield sorted(chain.from_iterable(turn), key=lambda each: each.positions)
 
 
 def _task(matrix: Matrix, crew: Crew, slot: int, with_rows: bool) -> Task:

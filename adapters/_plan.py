@@ -41,7 +41,9 @@ BYTES_PER_ELEMENT = 2  # bfloat16, the type in which a matrix travels
 # Matrices of one shape that are computed together.
 MAX_STACKABLE_NUMEL = 2**16  # of each: on CPUs larger ones are faster one by one
 MAX_STACKED_NUMEL = 2**22  # of all, which bounds the memory of a batch
-DEFAULT_BUCKET_BYTES = 64 * 2**20
+# Whole matrices that a rank puts together at a time. On CPUs less is better: the smaller a round,
+# the more of an exchange hides behind the work on others.
+DEFAULT_BUCKET_BYTES, ON_CPUS = 16 * 2**20, 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,6 +66,13 @@ class Layout:
     ranks: Ranks  # global, ascending
     cuts: tuple[Cut, ...]  # in mesh order
     places: Ranks = ()  # the same ranks by their shards: a mesh may list them in another order
+    device_type: str = "cpu"  # of the mesh, so where matrices are put together
+
+    def bucket_bytes(self, wanted: int | None) -> int:
+        """Return the limit that was asked for, or what is good on this device."""
+        if wanted is not None:
+            return wanted
+        return ON_CPUS if self.device_type == "cpu" else DEFAULT_BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +246,7 @@ def _joined(before: Block, shard: Block) -> Block | None:
 
 
 def plan_buckets(
-    matrices: Iterable[Matrix], *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    matrices: Iterable[Matrix], *, bucket_bytes: int | None = None
 ) -> tuple[Bucket, ...]:
     """Return the buckets of one step, in the order in which every rank gathers them.
 
@@ -248,7 +257,8 @@ def plan_buckets(
     Args:
         matrices: The sharded parameters that have a gradient.
         bucket_bytes: Upper limit for the whole matrices of one bucket, in bytes as bfloat16.
-            A larger matrix travels alone. Must be equal on all ranks.
+            A larger matrix travels alone. Must be equal on all ranks. None for
+            :meth:`Layout.bucket_bytes`.
 
     Raises:
         NotImplementedError: See :func:`cutting_order`.
@@ -259,8 +269,19 @@ def plan_buckets(
     return tuple(
         _bucket(layout, part)
         for layout in sorted(by_layout)
-        for part in split_by_bytes(by_layout[layout], bucket_bytes)
+        for part in split_by_bytes(by_layout[layout], layout.bucket_bytes(bucket_bytes))
     )
+
+
+def check_bucket_bytes(value: int | None) -> int | None:
+    """Return ``value`` if it can be a limit.
+
+    Raises:
+        ValueError: It is neither None nor a positive number of bytes.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError(f"bucket_bytes must be a positive number of bytes, or None, but is: {value!r}")
 
 
 def split_by_bytes(items: Sequence[HasShapeT], limit: int) -> list[list[HasShapeT]]:

@@ -105,7 +105,7 @@ def layout_of(param: DTensor, *, name: str) -> tuple[Layout, int]:
             "Only the uneven shards that torch itself makes are supported."
         )
     places = _places(param, axes)
-    return Layout(tuple(sorted(places)), cuts, places), index
+    return Layout(tuple(sorted(places)), cuts, places, mesh.device_type), index
 
 
 def sharded_axes(param: DTensor, *, name: str = "a parameter") -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Owner(Protocol):
     """What a rule may ask of the optimizer that it belongs to."""
 
     state: Any
-    bucket_bytes: int
+    bucket_bytes: int | None
     transport: Transport
 
 

@@ -89,8 +89,9 @@ class Muon(VotingOptimizer):
         control_group: The group to agree in. None derives it from the parameters' meshes.
 
     Attributes:
-        bucket_bytes: Upper limit for the whole matrices that travel together, in bytes as
-            bfloat16; 64 MiB. Set before a step, equal on all ranks, as are the next two.
+        bucket_bytes: Upper limit for the whole matrices that a rank puts together at a time, in
+            bytes as bfloat16; None for 16 MiB, and 2 MiB on CPUs. Set before a step, equal on all
+            ranks, as are the next two.
         transport: How shards travel to owners: ``"all_to_all"``, or, where that is unreliable,
             ``"p2p"`` or ``"gather"``.
         commit_vote: Whether ranks agree once more before anything is written; False.
@@ -103,9 +104,9 @@ class Muon(VotingOptimizer):
         None at construction. In ``step``, if parameters are sharded and the mode is exact: one
         agreement, then for each bucket of matrices one all_gather for each mesh axis that cuts
         them. A bucket holds up to ``bucket_bytes`` of whole matrices that have the same placement.
-        In the distributed mode, for each bucket one all_to_all for each axis that cuts, to the
-        owners and back, and one more for each axis that copies; if matrices live on several
-        meshes, a second agreement before anything is written.
+        In the distributed mode it holds as much for each owner; there is one all_to_all for each
+        axis that cuts, to the owners and back, and one more for each axis that copies; if matrices
+        live on several meshes, a second agreement before anything is written.
 
     Source:
         Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; torch.optim.Muon, torch 2.13.

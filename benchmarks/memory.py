@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adapters import Muon
+from adapters._plan import ON_CPUS
 from benchmarks._common import Record, environment, markdown_table, write_results
 from consensus.testing import run_ranks
 
@@ -40,7 +41,7 @@ MODELS: dict[str, Shapes] = {
     "few large": ((512, 512),) * 4 + ((512, 2048),) * 4,
     "one above the bucket": ((64, 64),) * 8 + ((1024, 2048),),
 }
-BUCKETS = (2**20, 64 * 2**20)
+BUCKETS = (None, 2**20, 64 * 2**20)
 MODES = ("exact", "distributed")
 STACKED = 2**22  # elements that are computed together at most
 SMALL = 2**16  # elements of a matrix that is computed together with others at most
@@ -83,18 +84,25 @@ class Peak(TorchDispatchMode):
             self.live -= size
 
 
-def bound(shapes: Shapes, num_ranks: int, bucket_bytes: int) -> int:
-    """Return the bytes a step may add: a bucket and a share of it, updates, the largest batch.
+def bound(shapes: Shapes, num_ranks: int, bucket_bytes: int | None, mode: str) -> int:
+    """Return the bytes a step may add: those of its exchanges, updates, the largest batch.
 
-    The bucket is that of the largest matrix if that is larger: what others sent here. The share is
-    what this rank sent. Updates are 2 bytes for each of its elements. A batch is the matrices that
+    A bucket is that of the largest matrix if that is larger. In the exact mode an exchange needs
+    one, which others sent here, and this rank's share of it. In the distributed mode it needs one
+    for what this rank owns and as much for its shards of what all own; and there are up to three
+    at a time. Updates are 2 bytes for each of this rank's elements. A batch is the matrices that
     are computed together: as they came, X, the next X, and two Gram matrices.
     """
-    sizes = [rows * cols for rows, cols in shapes]
-    bucket = min(max(bucket_bytes, 2 * max(sizes)), 2 * sum(sizes))
+    sizes = [2 * rows * cols for rows, cols in shapes]
+    bucket = max(ON_CPUS if bucket_bytes is None else bucket_bytes, *sizes)
     updates = 2 * sum(-(-rows // num_ranks) * cols for rows, cols in shapes)
     batch = max(_batch_bytes(shape, shapes) for shape in shapes)
-    return bucket + bucket // num_ranks + updates + batch + SLACK
+    if mode == "exact":
+        exchanges = (1 + 1 / num_ranks) * min(bucket, sum(sizes))
+    else:
+        owned = sum(sizes) // num_ranks + max(sizes)  # at most, as owners are chosen
+        exchanges = 2 * min(3 * bucket, owned)
+    return int(exchanges) + updates + batch + SLACK
 
 
 def _batch_bytes(shape: tuple[int, int], shapes: Shapes) -> int:
@@ -103,7 +111,7 @@ def _batch_bytes(shape: tuple[int, int], shapes: Shapes) -> int:
     return together * 2 * (3 * numel + 2 * side * side)
 
 
-def peak_of_step(rank: int, shapes: Shapes, mode: Any, bucket_bytes: int) -> int:
+def peak_of_step(rank: int, shapes: Shapes, mode: Any, bucket_bytes: int | None) -> int:
     """Return the bytes that the second step adds on this rank, at most."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     torch.manual_seed(0)
@@ -123,7 +131,7 @@ def peak_of_step(rank: int, shapes: Shapes, mode: Any, bucket_bytes: int) -> int
     return peak.peak
 
 
-def measure(rank: int, models: dict[str, Shapes]) -> list[tuple[str, int, str, int]]:
+def measure(rank: int, models: dict[str, Shapes]) -> list[tuple[str, int | None, str, int]]:
     """Return (model, bytes of a bucket, mode, bytes) of every case on this rank."""
     return [
         (name, size, mode, peak_of_step(rank, shapes, mode, size))
@@ -145,8 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = run_ranks(measure, ranks, MODELS, timeout=300.0, group_timeout=300.0).values()
         for cases in zip(*found, strict=True):
             name, size, mode, _ = cases[0]
-            most, limit = max(case[3] for case in cases), bound(MODELS[name], ranks, size)
-            rows.append([name, ranks, size, mode, most, limit, round(most / limit, 2)])
+            most, limit = max(case[3] for case in cases), bound(MODELS[name], ranks, size, mode)
+            rows.append([name, ranks, size or "default", mode, most, limit, round(most / limit, 2)])
     header = ["model", "ranks", "bucket bytes", "mode", "measured", "bound", "ratio"]
     text = f"# Bytes that one step adds at most\n\n{markdown_table(header, rows)}"
     where["load when ended"] = round(os.getloadavg()[0], 1)

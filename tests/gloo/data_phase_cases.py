@@ -40,7 +40,6 @@ from tests.gloo.step_cases import (
     parameters,
 )
 from tests.gloo.test_owner_faults import (
-    BUCKET_BYTES,
     HSDP,
     ROWS_ON_2,
     ROWS_ON_3,
@@ -48,6 +47,7 @@ from tests.gloo.test_owner_faults import (
 )
 
 # Uneven rows, and fewer rows than ranks; in buckets of 100 bytes, two each.
+BUCKET_BYTES = 100
 MATRICES: Shapes = {"q": (6, 4), "v": (5, 3), "down": (3, 9), "gate": (1, 8)}
 
 FSDP_OVER_TP: Meshes = ((2, 2), (Shard(0), Shard(1)))

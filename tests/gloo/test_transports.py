@@ -29,12 +29,12 @@ from tests.gloo.test_muon_exact import Collectives
 from tests.gloo.test_owner_faults import (
     BUCKET_BYTES,
     HSDP,
-    MATRICES,
     ROWS_ON_2,
     ROWS_ON_3,
     Fault,
     Meshes,
     Run,
+    matrices_on,
     pair_on,
     possible,
     problems,
@@ -55,7 +55,8 @@ NUM_STEPS = 2
 
 
 def trained(cls: Any, on: Meshes, transport: Transport, **options: Any) -> Contents:
-    named = parameters(MATRICES, init_device_mesh("cpu", on[0]), on[1]).items()
+    mesh = init_device_mesh("cpu", on[0])
+    named = parameters(matrices_on(mesh), mesh, on[1]).items()
     optimizer: VotingOptimizer = cls(named, lr=0.02, sharded_mode="distributed", **options)
     optimizer.bucket_bytes, optimizer.transport = BUCKET_BYTES, transport
     for seed in range(NUM_STEPS):
@@ -69,7 +70,7 @@ def every_way(rank: int, on: Meshes) -> dict[str, list[str]]:
     found = {}
     for number, (cls, options) in enumerate(KINDS):
         first = trained(cls, on, "all_to_all", **options)
-        assert len(first) > len(MATRICES)
+        assert len(first) > math.prod(on[0])
         for way in OTHERS:
             found[f"{number} {way}"] = changes(first, trained(cls, on, way, **options))
     return found
@@ -121,19 +122,26 @@ def second_step(rank: int, on: Meshes, way: Transport) -> tuple[dict[str, int], 
     return dict(seen.calls), seen.bytes
 
 
-# q and k, v and up, down and gate travel together. There the first rank has most, one element a
-# rank included; back, whoever owns the largest matrix of the round.
-GATHERED = {
-    ROWS_ON_2: [2 * (12 + 12 + 2), 52, 2 * (9 + 12 + 2), 52, 2 * (18 + 8 + 2), 58],
-    ROWS_ON_3: [2 * (8 + 12 + 3), 54, 2 * (6 + 8 + 3), 54, 2 * (9 + 8 + 3), 60],
+# There the first rank has most, one element a rank included; back, all owners have as much.
+SHARDS = {
+    ROWS_ON_2: [12 + 12, 18 + 15, 9 + 10 + 8 + 4],
+    ROWS_ON_3: [8 + 12 + 8, 9 + 9 + 9, 6 + 5 + 6 + 8 + 3 + 8],
 }
+WHOLE = [24, 27, 15 + 8]
 
 
-@pytest.mark.parametrize("on", GATHERED, ids=str)
+def gathered(on: Meshes) -> list[int]:
+    """Bytes of each, in the order of the pipeline."""
+    (num_ranks,), (first, second, third) = on[0], SHARDS[on]
+    numels = [first, second, WHOLE[0], third, WHOLE[1], WHOLE[2]]
+    return [2 * (numel + num_ranks) for numel in numels]
+
+
+@pytest.mark.parametrize("on", SHARDS, ids=str)
 def test_gathers_cost_as_much_as_the_longest_on_each_rank(on: Meshes) -> None:
     for calls, given in on_ranks(second_step, math.prod(on[0]), on, "gather"):
         assert calls == {"gather": 6}
-        assert given == GATHERED[on]
+        assert given == gathered(on)
 
 
 def test_point_to_point_is_a_send_to_each_peer_and_a_receive_from_each() -> None:

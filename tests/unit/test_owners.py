@@ -146,11 +146,40 @@ def test_each_matrix_is_computed_once_over_all_copies(place: Place) -> None:
     assert len(slots) == min(len(SHAPES), place.num_copies * place.num_parts)
 
 
-def test_rounds_are_cut_by_bytes_in_the_order_of_the_parameters() -> None:
-    shapes = ((4, 4), (4, 4), (8, 8), (4, 4), (4, 4), (4, 4))
-    assert positions(rounds_of(ROWS_ON_TWO, shapes, bucket_bytes=64)) == [[0, 1], [2], [3, 4], [5]]
-    assert positions(rounds_of(ROWS_ON_TWO, shapes, bucket_bytes=1)) == [[i] for i in range(6)]
+def test_each_owner_has_a_limit_in_bytes_in_each_round() -> None:
+    shapes = ((4, 4), (4, 4), (8, 8), (4, 4), (4, 4), (4, 4))  # the third is all that rank 0 owns
+    assert positions(rounds_of(ROWS_ON_TWO, shapes, bucket_bytes=64)) == [[0, 1, 2], [3, 4], [5]]
+    assert positions(rounds_of(ROWS_ON_TWO, shapes, bucket_bytes=1)) == [[0, 2], [1], [3], [4], [5]]
     assert positions(rounds_of(ROWS_ON_TWO, shapes)) == [[0, 1, 2, 3, 4, 5]]
+
+
+LAYERS = ((1024, 1024), (1024, 1024), (4096, 1024), (1024, 4096)) * 24
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 24])
+def test_in_each_round_all_owners_have_about_as_much_to_do(num_ranks: int) -> None:
+    rounds = rounds_of(Place((Cut(0, num_ranks),)), LAYERS, bucket_bytes=8 * MIB)
+    assert len(rounds) > 1
+    for round_ in rounds[:-1]:  # in the last are those that are left over
+        work = [sum(flops(task.shape) for task in tasks) for tasks in round_.owned_by(0)]
+        assert min(work) >= 0.6 * max(work) > 0
+
+
+@pytest.mark.parametrize(("device_type", "num_rounds"), [("cpu", 8), ("cuda", 1)])
+def test_without_a_limit_the_device_decides(device_type: str, num_rounds: int) -> None:
+    layout = Layout((0, 1), (Cut(0, 2),), (0, 1), device_type)
+    crew = Crew((0, 1), (0, 1), layout, 1, 0)
+    every = [(Matrix(i, (1024, 1024), layout, 0), crew) for i in range(16)]
+    assert len(plan_rounds(every, range(16), bucket_bytes=None)) == num_rounds
+
+
+def test_crews_on_other_devices_do_not_mix() -> None:
+    layouts = [Layout((0, 1), (Cut(0, 2),), (0, 1), device) for device in ("cpu", "cuda")]
+    every = [
+        (Matrix(i, (4, 4), layout, 0), Crew((0, 1), (0, 1), layout, 1, 0))
+        for i, layout in enumerate(layouts * 2)
+    ]
+    assert positions(plan_rounds(every, range(4), bucket_bytes=MIB)) == [[0, 2], [1, 3]]
 
 
 def test_rounds_do_not_depend_on_the_order_of_the_list() -> None:
