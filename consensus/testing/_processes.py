@@ -69,7 +69,7 @@ def run_ranks(
     before the first run.
 
     Args:
-        fn: A function at the top level of an importable module.
+        fn: A function at the top level of an importable module; its first argument is the rank.
         world_size: Number of processes, 1 or more.
         *args: Passed on; pickled.
         timeout: Seconds from the moment all ranks are started until all must have ended.
