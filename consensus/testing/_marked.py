@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ import pytest
 from consensus._text import join_ranks
 from consensus.testing import _marked_rank
 from consensus.testing._marked_rank import Body, Ended, Style, call, run_shipped
-from consensus.testing._processes import run_ranks
+from consensus.testing._processes import pickled, run_ranks
 from consensus.testing._ranks import RankResult, Ranks, describe
 from consensus.testing._threads import run_threads
 
@@ -129,7 +128,7 @@ def _body(item: pytest.Function) -> Body:
 
 def _pickled(item: pytest.Function, name: str, value: object) -> bytes:
     try:
-        return pickle.dumps(value)
+        return pickled(value)
     except Exception as error:
         wrong = str(error)
     pytest.fail(

@@ -15,6 +15,8 @@ killed. Ranks lead process groups of their own, so what they started is killed w
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -30,7 +32,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar, get_args
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in __all__
@@ -71,7 +73,7 @@ def run_ranks(
     Args:
         fn: A function at the top level of an importable module; its first argument is the rank.
         world_size: Number of processes, 1 or more.
-        *args: Passed on; pickled.
+        *args: Passed on; pickled, a module by its name.
         timeout: Seconds from the moment all ranks are started until all must have ended.
         backend: As in ``init_process_group``.
         init: Whether to form the default process group before ``fn`` and destroy it after.
@@ -158,6 +160,22 @@ class _Interrupts:
         self.deliver()
 
 
+class _Pickler(pickle.Pickler):
+    """Sends a module by its name, as pickle sends functions: it may be the owner in a point."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ModuleType):
+            return importlib.import_module, (value.__name__,)
+        return NotImplemented
+
+
+def pickled(value: object) -> bytes:
+    """Return ``value`` as it is sent to a rank; what pickle raises where it cannot be."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
 def _check(world_size: int, timeout: float, store: str) -> None:
     if world_size < 1 or timeout <= 0:
         raise ValueError(f"run_ranks needs 1 rank and some time; got {world_size=}, {timeout=}.")
@@ -167,7 +185,7 @@ def _check(world_size: int, timeout: float, store: str) -> None:
 
 def _pickled_call(fn: Callable[..., T], args: object, kwargs: object) -> bytes:
     try:
-        return pickle.dumps((fn, args, kwargs))
+        return pickled((fn, args, kwargs))
     except Exception as error:
         raise TypeError(
             f"run_ranks sends its function and arguments to new processes; {fn!r} or an argument "

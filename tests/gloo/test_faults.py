@@ -30,6 +30,21 @@ def test_a_process_exits_or_is_killed_at_the_nth_call() -> None:
     assert ranks[0].value == "RuntimeError"  # its peers were gone
 
 
+def meet_at(rank: int, point: tuple[object, str]) -> str:
+    with inject(point, rank=1, fault=ValueError("boom")):
+        return str(caught(dist.get_world_size))
+
+
+def test_a_point_with_a_module_can_be_sent_to_ranks() -> None:
+    assert run_ranks(meet_at, 2, (dist, "get_world_size")).values() == ("None", "boom")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("point", [(dist, "get_world_size")])
+def test_a_point_with_a_module_can_be_a_parameter(rank: int, point: tuple[object, str]) -> None:
+    assert meet_at(rank, point) == ("boom" if rank == 1 else "None")
+
+
 @pytest.mark.ranks(2)
 def test_calls_that_change_places_mix_up_what_ranks_add(rank: int) -> None:
     one, ten = torch.ones(1), torch.full((1,), 10.0)
