@@ -107,7 +107,7 @@ def run_ranks(
         _start(crew)
         if listener is not None:
             listener.close()  # rank 0 holds it now, alone
-        _follow(crew, timeout, interrupts)
+        _follow(crew, job, timeout, interrupts)
         return Ranks(tuple(_result(member, job) for member in crew))
 
 
@@ -119,6 +119,7 @@ class _Rank:
     process: ForkServerProcess
     seconds: float = 0.0
     hung: bool = False
+    stack: str = ""  # where it hung, or why that is not known
 
     @classmethod
     def of(cls, rank: int, job: Job, listener: socket.socket | None) -> _Rank:
@@ -230,12 +231,15 @@ def _start(crew: Sequence[_Rank]) -> None:
             ) from error
 
 
-def _follow(crew: Sequence[_Rank], timeout: float, interrupts: _Interrupts) -> None:
+def _follow(crew: Sequence[_Rank], job: Job, timeout: float, interrupts: _Interrupts) -> None:
     """Wait until every rank has ended, or the deadline; then collect stacks from the rest."""
     start = time.monotonic()
     running = {member.process.sentinel: member for member in crew}
-    while running and (left := start + timeout - time.monotonic()) > 0:
+    left = timeout
+    while running and left > 0:
         interrupts.deliver()
+        left = max(0.0, start + timeout - time.monotonic())
+        # At the deadline too: this process may have been stopped, and ranks have ended meanwhile.
         ended = wait(list(running), min(left, _SLICE_SECONDS))
         for sentinel in [sentinel for sentinel in running if sentinel in ended]:
             member = running.pop(sentinel)
@@ -246,6 +250,7 @@ def _follow(crew: Sequence[_Rank], timeout: float, interrupts: _Interrupts) -> N
         member.seconds = time.monotonic() - start
     _stacks.demand_stacks([member.process for member in running.values()])
     for member in running.values():
+        member.stack = _stacks.stack_or_reason(member.process, job.path(member.rank, "stack"))
         _stacks.kill_group(member.process)
 
 
@@ -272,8 +277,8 @@ def _result(member: _Rank, job: Job) -> RankResult[Any]:
         error=report.error if report is not None else None,
         exitcode=None if hung else member.process.exitcode,
         hung=hung,
-        stack=(_read_text(job.path(rank, "stack")) or "(no stack was written)") if hung else "",
-        output=_read_text(job.path(rank, "output")),
+        stack=member.stack,
+        output=_stacks.read_text(job.path(rank, "output")),
         seconds=member.seconds,
         returned=returned,
     )
@@ -289,10 +294,6 @@ def _read_report(path: Path) -> Report | None:
     if not isinstance(exception, BaseException):  # its class exists in the rank only
         return report
     return replace(report, error=replace(report.error, exception=exception))
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
 def _unpickled(data: bytes) -> object:

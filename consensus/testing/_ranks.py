@@ -63,7 +63,7 @@ class RankResult(Generic[T_co]):
         exitcode: As ``multiprocessing``: negative for the signal that ended it. None for a rank
             that did not end by itself, and for a thread.
         hung: It had not ended at the deadline.
-        stack: Of a hung rank: where each of its threads was. Else empty.
+        stack: Of a hung rank: where each of its threads was, or why that is not known. Else empty.
         output: What the process wrote to stdout and stderr, and remarks of this kit. A thread's
             output is not captured.
         seconds: From the start of the run until this rank ended, or the deadline.

@@ -73,6 +73,36 @@ def demand_stacks(processes: Sequence[BaseProcess]) -> None:
         waiting = [sentinel for sentinel in waiting if sentinel not in ended]
 
 
+def stack_or_reason(process: BaseProcess, path: Path) -> str:
+    """In the parent, after :func:`demand_stacks`: return the stacks, or why there are none."""
+    return read_text(path) or f"(no stack was written: {_why_none(process, path)})"
+
+
+def _why_none(process: BaseProcess, path: Path) -> str:
+    name, code = _SIGNAL.name, process.exitcode
+    if code is None:
+        return (
+            f"the process did not react to {name} in {_DUMP_SECONDS:g} s, {_state_of(process)}; "
+            f"code that blocks {name}, or sets a handler of its own, keeps it from answering"
+        )
+    if code != -_SIGNAL:
+        return f"the process had just ended, with exit code {code}"
+    if not path.exists():
+        return "the process was still starting; the import of the main module may take long"
+    return f"{name} ended the process at once; its code must have replaced the handler"
+
+
+def _state_of(process: BaseProcess) -> str:
+    lines = read_text(Path(f"/proc/{process.pid}/status")).splitlines()  # empty outside Linux
+    state = [line.partition(":")[2].strip() for line in lines if line.startswith("State:")]
+    return f"its state is {state[0] if state else 'unknown'}"
+
+
+def read_text(path: Path) -> str:
+    """Return what a file holds, or nothing if there is none."""
+    return path.read_text("utf-8", "replace") if path.exists() else ""
+
+
 def kill_group(process: BaseProcess) -> None:
     """In the parent: kill this rank, and what it started, even if the rank itself has ended.
 

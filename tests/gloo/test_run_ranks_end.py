@@ -7,12 +7,15 @@ import signal
 import subprocess
 import tempfile
 import threading
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from consensus.testing import _processes, _stacks
 from consensus.testing._processes import run_ranks
 from consensus.testing._rank_main import StoreKind
 from consensus.testing._ranks import RankError, Ranks
@@ -70,6 +73,56 @@ def test_hung_ranks_are_killed_with_their_children(hung_run: Ranks[None]) -> Non
     pids = [int(pid) for result in hung_run for pid in result.output.split()]
     assert len(pids) == 6
     assert all(map(wait_until_gone, pids))
+
+
+def hang_without_an_answer(rank: int) -> None:
+    if rank == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    else:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    threading.Event().wait()
+
+
+@pytest.mark.slow
+def test_a_report_without_a_stack_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stacks, "_DUMP_SECONDS", 1.0)
+    blocking, replacing = run_ranks(hang_without_an_answer, 2, init=False, timeout=5)
+    assert blocking.hung
+    assert "(no stack was written: the process did not react to SIGUSR1 in 1 s" in blocking.stack
+    assert "its state is S (sleeping)" in blocking.stack
+    assert replacing.hung
+    assert "SIGUSR1 ended the process at once; its code must have replaced" in replacing.stack
+
+
+class Ended:
+    """A process that has ended, as its parent sees it."""
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "reason"),
+    [(-signal.SIGUSR1, "still starting"), (-signal.SIGKILL, "had just ended, with exit code -9")],
+)
+def test_a_rank_that_ended_before_it_could_answer_is_told(
+    exitcode: int, reason: str, tmp_path: Path
+) -> None:
+    process: Any = Ended(exitcode)
+    assert reason in _stacks.stack_or_reason(process, tmp_path / "absent")
+
+
+def test_ranks_that_ended_while_the_parent_was_stopped_have_not_hung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def be_stopped(sentinels: list[int], seconds: float) -> list[int]:
+        monkeypatch.setattr(_processes, "wait", wait)
+        assert all(wait([each], LIVENESS_SECONDS) for each in sentinels)
+        threading.Event().wait(0.5)  # past the deadline
+        return []
+
+    monkeypatch.setattr(_processes, "wait", be_stopped)
+    assert run_ranks(abs, 2, init=False, timeout=0.5).values() == (0, 1)
 
 
 def return_but_run_on(rank: int) -> str:
