@@ -162,7 +162,7 @@ def _end_of(result: RankResult[None]) -> Ended | None:
 
 
 def _report(ranks: Ranks[None]) -> str:
-    """Return what each rank did, the one that failed first on top: others fail because of it."""
+    """Return what each rank did, the one that began it on top: others fail because of it."""
     failed = [result.rank for result in ranks if result.failed]
     by_time = sorted(ranks, key=_moment)
     head = f"{len(failed)} of {len(ranks)} ranks failed: {failed}"
@@ -174,9 +174,20 @@ def _report(ranks: Ranks[None]) -> str:
 
 def _moment(result: RankResult[None]) -> tuple[int, float]:
     end = _end_of(result)
+    if _left(result):  # it could not say when; what others raised is most often what came of it
+        return 0, result.seconds
     if end is not None:
-        return 0, end.at
-    return (1 if result.failed else 2), result.rank
+        return 1, end.at
+    return (2 if result.failed else 3), result.rank
+
+
+def _left(result: RankResult[None]) -> bool:
+    """Return whether a rank was killed, or exited, amid the test."""
+    if result.hung or result.returned:
+        return False
+    if result.error is not None:
+        return result.error.is_a(SystemExit)
+    return result.exitcode is not None  # else a thread that was released
 
 
 def _parts(results: Sequence[RankResult[None]]) -> Iterator[str]:

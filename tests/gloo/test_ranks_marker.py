@@ -139,6 +139,12 @@ def test_every_way_to_end_is_told(pytester: pytest.Pytester) -> None:
             if rank == 1:
                 os._exit(3)
 
+        @pytest.mark.ranks(3)
+        def test_death_amid_a_collective(rank):
+            if rank == 2:
+                os.kill(os.getpid(), 9)
+            dist.barrier()
+
         @pytest.mark.ranks(2)
         def test_skip():
             pytest.skip("not today")
@@ -158,7 +164,7 @@ def test_every_way_to_end_is_told(pytester: pytest.Pytester) -> None:
             assert rank == 1
         """
     )
-    lines = lines_of(pytester, "-rxs", failed=4, skipped=1, xfailed=2)
+    lines = lines_of(pytester, "-rxs", failed=5, skipped=1, xfailed=2)
     assert has(lines, "2 of 2 ranks failed: [0, 1]")
     in_collective = next(at for at, line in enumerate(lines) if line.endswith(" in all_reduce"))
     assert lines[in_collective + 2].endswith("line 6 in test_hang")
@@ -167,6 +173,8 @@ def test_every_way_to_end_is_told(pytester: pytest.Pytester) -> None:
     (both,) = [at for at, line in enumerate(lines) if line.startswith("--- ranks 1, 2 failed (")]
     assert lines[both + 1] == "both"
     assert any(line.startswith("--- rank 1 ended with exit code 3, no result") for line in lines)
+    killed = lines.index("3 of 3 ranks failed: [0, 1, 2]") + 1  # above those it took along
+    assert lines[killed].startswith("--- rank 2 was killed by SIGKILL (")
     assert any(line.endswith("not today") for line in lines)
     assert "1 of 2 ranks failed: [0]" in lines
     assert any(line.startswith("--- rank 0 skipped (") for line in lines)
