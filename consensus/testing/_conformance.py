@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from consensus._text import join_ranks
 from consensus.testing._laws import FAULTY, LAWS, Judged, Law, Seen, Stage, Trial
 from consensus.testing._processes import run_ranks
 from consensus.testing._ranks import RankResult, Ranks, describe
 from consensus.testing._stacks import stack_of
-from consensus.testing._subject import SHAPES, Named, Shapes
+from consensus.testing._subject import SHAPES, Named, NoOptimizer, Shapes, made_by
 
 _STAGES = 3  # of one law, at most
 _GRACE_SECONDS = 10.0  # beyond a deadline, for a rank to say how it fared
@@ -142,7 +144,7 @@ def conformance(
 
     Raises:
         ValueError: A number is out of range.
-        TypeError: ``make_optimizer`` cannot be pickled.
+        TypeError: ``make_optimizer`` cannot be pickled, or returns no optimizer.
 
     Collectives:
         None here. In each rank: those of ``init_process_group`` and of the optimizer.
@@ -191,6 +193,7 @@ def _some_verdicts(plan: _Plan, world_size: int, laws: Sequence[Law]) -> list[Ve
             timeout=longest * len(laws) + _GRACE_SECONDS,
             group_timeout=2 * longest,  # past the deadline, so that a hang is seen as one
         )
+        _refuse_without_optimizer(ranks)
         verdicts = []
         for number, law in enumerate(laws):
             judged = _judged(folder, number, ranks)
@@ -200,13 +203,23 @@ def _some_verdicts(plan: _Plan, world_size: int, laws: Sequence[Law]) -> list[Ve
     return verdicts
 
 
+def _refuse_without_optimizer(ranks: Ranks[None]) -> None:
+    """Raise once what each law would say again."""
+    errors = [(result.rank, result.error) for result in ranks]
+    wrong = {rank: e.message for rank, e in errors if e is not None and e.is_a(NoOptimizer)}
+    if wrong:
+        said = next(iter(wrong.values()))
+        raise TypeError(f"conformance, on {join_ranks(tuple(wrong))}: {said}")
+
+
 def _try_laws(rank: int, plan: _Plan, laws: Sequence[Law], folder: Path) -> None:
     """Try laws in order as one rank; leave a file for each, and end when ranks went apart."""
     store = PrefixStore("conformance", dist.distributed_c10d._get_default_store())
     peers = _Peers.meet(store)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for number, law in enumerate(laws):
-        trial = Trial(plan.make, plan.shapes, mesh, rank == FAULTY, plan.tolerance, plan.seconds)
+        make = partial(made_by, plan.make)
+        trial = Trial(make, plan.shapes, mesh, rank == FAULTY, plan.tolerance, plan.seconds)
         talk = _Talk(PrefixStore(f"law {number}", store), peers, plan.seconds)
         judged = _follow(law, trial, talk)
         _file(folder, number, str(rank)).write_bytes(pickle.dumps(judged))
@@ -244,6 +257,8 @@ def _pass(stage: Stage, seconds: float) -> Seen:
     thread.join(seconds)
     if thread.is_alive():
         return Seen(rank, "hung", _place(stack_of(thread)))
+    if problem and isinstance(problem[0], NoOptimizer):
+        raise problem[0]  # it ends the run: no law can be tried
     try:
         found, note = tuple(stage.look()), stage.note()
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -19,6 +20,11 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 # Matrices, since some optimizers take nothing else. Two of one shape, which ranks can mistake for
 # each other; rows that divide by no number of ranks; one row, so that later ranks hold nothing.
 SHAPES: Shapes = {"up": (6, 4), "gate": (6, 4), "down": (5, 3), "head": (1, 8)}
+
+
+class NoOptimizer(TypeError):
+    """What should make an optimizer made something else, so there is nothing to try."""
+
 
 _SCALE = 4.0  # of the loss; a power of two, so that unscaling gives the same bits
 
@@ -142,6 +148,22 @@ class Subject:
                 a, b = mine.get(key), theirs.get(key)
                 if isinstance(a, Tensor) or isinstance(b, Tensor):
                     yield f"{key} of {name}", *_counterparts(a, b)
+
+
+def made_by(make: Callable[[Named], Optimizer], named: Named) -> Optimizer:
+    """Return the optimizer of these parameters.
+
+    Raises:
+        NoOptimizer: ``make`` returned none.
+    """
+    made = make(named)
+    # Not by its class: a wrapper around an optimizer is one too.
+    if isinstance(made, type) or not (hasattr(made, "step") and hasattr(made, "param_groups")):
+        raise NoOptimizer(
+            f"expected make_optimizer to return an optimizer, with step and param_groups; got "
+            f"{reprlib.repr(made)}. Is a `return` missing?"
+        )
+    return made
 
 
 def shard(whole: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -335,6 +335,27 @@ def test_an_optimizer_that_cannot_be_tried_is_reported(make: Any, seen: list[str
     assert report.kept == ()
 
 
+def make_nothing(named: Named) -> Any:
+    torch.optim.SGD([param for _, param in named])
+
+
+def make_a_class_on_rank_1(named: Named) -> Any:
+    return torch.optim.SGD if dist.get_rank() == 1 else torch.optim.SGD(dict(named).values())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (make_nothing, r"on ranks 0, 1: expected make_optimizer to return .* got None"),
+        (make_a_class_on_rank_1, r"on rank 1: .* got <class 'torch\.optim\.sgd\.SGD'>"),
+    ],
+)
+def test_what_makes_no_optimizer_is_said_once(make: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said) as error:
+        conformance(make, timeout=DEADLINE_S)
+    assert len(str(error.value).splitlines()) == 1
+
+
 class Skipping(torch.optim.AdamW):
     """Skips a step on all ranks when any of them sees an overflow, and agrees on nothing else."""
 
