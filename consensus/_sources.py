@@ -76,6 +76,17 @@ def group_ranks(group: Any) -> Ranks:
     return rank_set(dist.get_process_group_ranks(group))
 
 
+def data_groups(meshes: Iterable[DeviceMesh], groups: Iterable[Any]) -> dict[Ranks, list[Any]]:
+    """Return the process groups that move data, by the scope they belong to."""
+    found: dict[Ranks, list[Any]] = {}
+    for mesh in meshes:
+        listed = found.setdefault(mesh_ranks(mesh), [])
+        listed += [group for group in mesh.get_all_groups() if group not in listed]
+    for group in groups:
+        found.setdefault(group_ranks(group), []).append(group)
+    return found
+
+
 def backend_facts(group: Source, *, hint: str | None) -> BackendFacts:
     """Read what decides on which device a control tensor for ``group`` lives."""
     sharded = [p for p in flatten(group) if isinstance(p, DTensor)] if group is not None else []

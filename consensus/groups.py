@@ -23,6 +23,7 @@ from consensus._data_links import link_over_data_groups
 from consensus._manifest import Manifest, read_manifest
 from consensus._session import TORCH_TIMEOUT_S, Session, current_session
 from consensus._sources import Source, backend_facts, flatten, group_ranks, mesh_ranks
+from consensus._text import join_ranks
 from consensus._tours import OVER_DATA_GROUPS, TOURS
 from consensus._transport import Link
 from consensus._verdict import broken_error, late_ranks, raise_conflict, raise_if_decided
@@ -64,12 +65,17 @@ class ControlGroup:
         self._scopes: tuple[Scope, ...] = ()
         self._read()
 
+    def __repr__(self) -> str:
+        """Return its ranks and backend, also when the job's process group is gone."""
+        planned = "" if self._plan is not None or self.is_local else ", not planned yet"
+        return f"<ControlGroup of {join_ranks(self.ranks)}, backend {self._backend!r}{planned}>"
+
     @property
     def ranks(self) -> Ranks:
         """Global ranks that vote together, sorted."""
         if self._plan is not None:
             return self._plan.members
-        own = dist.get_rank() if self._session is not None else 0
+        own = self._session.rank if self._session is not None else 0
         found = components(scope.ranks for scope in self._scopes)
         return next((ranks for ranks in found if own in ranks), (own,))
 
@@ -321,14 +327,7 @@ class ControlGroup:
         )
 
     def _data_groups(self) -> dict[Ranks, list[Any]]:
-        """Return the process groups that move data, by the scope they belong to."""
-        found: dict[Ranks, list[Any]] = {}
-        for mesh in self._meshes:
-            listed = found.setdefault(mesh_ranks(mesh), [])
-            listed += [group for group in mesh.get_all_groups() if group not in listed]
-        for group in self._groups:
-            found.setdefault(group_ranks(group), []).append(group)
-        return found
+        return _sources.data_groups(self._meshes, self._groups)
 
     def _inherited(self, plan: Plan) -> Link | None:
         """Return a link over data-plane groups, where votes go over those and they are known."""

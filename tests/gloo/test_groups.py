@@ -63,6 +63,23 @@ def every_source(rank: int) -> dict[str, tuple[tuple[int, ...], bool]]:
     return found
 
 
+def shown_as(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (3,))
+    groups = [control_group(mesh, backend="store"), control_group(nn.Parameter(torch.ones(1)))]
+    found = [*map(repr, groups), repr(groups[0].prepare())]
+    dist.destroy_process_group()
+    return [*found, *map(repr, groups)]
+
+
+def test_a_group_is_shown_with_its_ranks_and_its_backend() -> None:
+    of_three = "<ControlGroup of ranks 0-2, backend 'store'>"
+    for rank, found in enumerate(on_ranks(shown_as, 3)):
+        alone = f"<ControlGroup of rank {rank}, backend 'auto'>"
+        early = of_three.replace(">", ", not planned yet>")
+        assert found == [early, alone, of_three, of_three, alone]
+    assert repr(control_group()) == "<ControlGroup of rank 0, backend 'auto'>"
+
+
 def test_every_source_names_the_ranks_that_must_agree() -> None:
     by_rank = on_ranks(every_source, 4)
     everyone = (0, 1, 2, 3)
