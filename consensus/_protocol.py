@@ -224,7 +224,7 @@ def _conclude(
             failures=_failures(heard, failing),
             fatal=any(row.status == FATAL for row in headers.values()),
             phases=phases,
-            same_position=_same_position(headers, ballot),
+            apart=_apart(headers, ballot),
         )
     if mixed:
         return Decision(messages=3, phases=phases)
@@ -249,11 +249,11 @@ def _phases(heard: Heard) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _same_position(headers: Headers, ballot: Ballot) -> bool:
-    sets = (ballot.members, *ballot.sets)
-    return all(
-        len({headers[rank].positions[slot] for rank in ranks}) == 1
-        for slot, ranks in enumerate(sets)
+def _apart(headers: Headers, ballot: Ballot) -> tuple[Ranks, ...]:
+    return tuple(
+        ranks
+        for slot, ranks in enumerate((ballot.members, *ballot.sets))
+        if len({headers[rank].positions[slot] for rank in ranks}) > 1
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from consensus._absence import AgreementBroken
-from consensus._text import tidy
+from consensus._text import join_ranks, tidy
 from consensus.errors import (
     ConsensusError,
     Disagreement,
@@ -29,9 +29,10 @@ def error_of(decision: Decision, vote: Vote) -> ConsensusError | None:
         return GroupFailure(
             vote.phase,
             decision.failures,
-            recoverable=decision.same_position,
+            recoverable=not decision.apart,
             fatal=decision.fatal,
             phases=dict(decision.phases),
+            advice=_where_apart(decision.apart) if not decision.fatal else "",
         )
     if decision.phases:
         return PhaseMismatch(dict(decision.phases))
@@ -95,6 +96,15 @@ def broken_error(vote: Vote, own: tuple[Failure, ...], broken: AgreementBroken) 
     if absent.closed:
         return ConsensusError(f"{vote.phase}: {_CLOSED} ({tidy(absent.reason)}); start again")
     return late_ranks(vote.phase, broken)
+
+
+def _where_apart(apart: tuple[Ranks, ...]) -> str:
+    whose = " and of ".join(map(join_ranks, apart[:MAX_LINES]))
+    more = " and of others" if len(apart) > MAX_LINES else ""
+    return (
+        f"the data-plane groups of {whose}{more} are not at the same collective on each of these "
+        "ranks; restart from a checkpoint."
+    )
 
 
 def _disagreement(phase: str, differences: tuple[Difference, ...]) -> Disagreement:

@@ -111,7 +111,7 @@ class Decision:
     phases: tuple[tuple[int, str], ...] = ()  # every rank's phase, when they are not all equal
     differences: tuple[Difference, ...] = ()
     ranges: tuple[RangeOf, ...] = ()
-    same_position: bool = True  # the data plane has come equally far on all ranks
+    apart: tuple[Ranks, ...] = ()  # whose data plane has not come equally far on all of them
     sums: tuple[int, ...] = ()  # of the counts, when all agreed
 
     @property

@@ -305,8 +305,24 @@ def test_a_decision_on_failures_carries_over_whole() -> None:
     assert error.phases == {0: "a", 1: "b"}
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_group_whose_data_plane_is_out_of_step_cannot_go_on(same: bool) -> None:
-    error = error_of(Decision(3, (VALUE_ERROR,), same_position=same), Vote("a"))
+@pytest.mark.parametrize(
+    ("apart", "said"),
+    [
+        ((), ""),
+        (((0, 1),), "the data-plane groups of ranks 0, 1 are not at the same collective"),
+        (((0, 1), (1, 2, 3)), "of ranks 0, 1 and of ranks 1-3 are not at the same collective"),
+        (((0, 1),) * 9, "of ranks 0, 1 and of others are not at the same collective"),
+    ],
+)
+def test_a_group_whose_data_plane_is_out_of_step_cannot_go_on(
+    apart: tuple[tuple[int, ...], ...], said: str
+) -> None:
+    error = error_of(Decision(3, (VALUE_ERROR,), apart=apart), Vote("a"))
     assert isinstance(error, GroupFailure)
-    assert error.recoverable is same
+    assert error.recoverable is not bool(apart)
+    assert said in str(error)
+
+
+def test_a_rank_that_leaves_matters_more_than_where_the_data_plane_is() -> None:
+    error = error_of(Decision(3, (VALUE_ERROR,), fatal=True, apart=((0, 1),)), Vote("a"))
+    assert "a rank is leaving for good." in str(error)

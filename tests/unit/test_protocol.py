@@ -309,18 +309,18 @@ def at_position(rank: int, reached: tuple[tuple[Ranks, int], ...]) -> Vote:
 def test_positions_are_compared_within_each_set_of_the_plan() -> None:
     plan = Plan((0, 1, 2), ((0, 1),), (((0, 1), 1), ((0, 1, 2), 0)))
 
-    def same_position(*reached: int) -> bool:
+    def apart(*reached: int) -> tuple[Ranks, ...]:
         own = [(((0, 1), at),) if rank < 2 else () for rank, at in enumerate(reached)]
         votes = {rank: at_position(rank, own[rank]) for rank in range(3)}
-        return decide_all(votes, plan).same_position
+        return decide_all(votes, plan).apart
 
-    assert same_position(4, 4, 9)
-    assert not same_position(4, 5, 9)
+    assert apart(4, 4, 9) == ()
+    assert apart(4, 5, 9) == ((0, 1),)
 
 
 def test_a_rank_whose_data_plane_is_behind_is_seen() -> None:
     votes = {rank: at_position(rank, (((0, 1), rank),)) for rank in range(2)}
-    assert not decide_all(votes).same_position
+    assert decide_all(votes).apart == ((0, 1),)
 
 
 # ---- what travels ----
