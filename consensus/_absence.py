@@ -167,6 +167,8 @@ class Whereabouts:
     ) -> Absence:
         """Ask the store who came; peers that met the same error need a moment to post."""
         seconds, reason = patience.waited, str(broken)
+        if self._client.starved and _waiting.NO_DESCRIPTOR not in reason:
+            reason = f"{tidy(reason)}; {_waiting.NO_DESCRIPTOR}"
         if isinstance(broken, Elsewhere):
             phases = {rank: post.phase for rank, post in broken.posts.items()}
             failures = tuple(f for post in broken.posts.values() for f in post.failures)

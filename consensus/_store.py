@@ -23,11 +23,21 @@ from consensus._planning import (
     StoreProtocol,
     StoreRequest,
 )
-from consensus._waiting import IDLE_S, NAMING_S, SLICE_S, STORE_SLICE_S, LinkBroken, Patience
+from consensus._waiting import (
+    IDLE_S,
+    NAMING_S,
+    NO_DESCRIPTOR,
+    SLICE_S,
+    STORE_SLICE_S,
+    LinkBroken,
+    Patience,
+    has_no_descriptor,
+)
 
 T = TypeVar("T")
 
 MAX_NAMED = 8  # keys in one error message
+_HOST_GONE = "the process that hosts it may be stopped or gone"
 
 
 class StoreClient:
@@ -83,6 +93,11 @@ class StoreClient:
             if patience.left <= 0:
                 raise LinkBroken(f"nobody set {_some_of(keys)}", expired=True)
 
+    @property
+    def starved(self) -> bool:
+        """Whether a connection to the store waits for a file descriptor of this process."""
+        return any(worker.starved for worker in (*self._workers.values(), *self._left))
+
     def serve(self, name: str, work: Callable[[Any], None], stop: Callable[[], None]) -> None:
         """Have a helper thread do ``work`` with a store, until :meth:`close` calls ``stop``."""
         self._stops.append(stop)
@@ -120,11 +135,8 @@ class StoreClient:
                 patience.look_up()
                 if time.monotonic() > until:
                     self._answers = False
-                    raise LinkBroken(
-                        "the store does not answer; the process that hosts it may be stopped or "
-                        "gone",
-                        expired=True,
-                    )
+                    why = NO_DESCRIPTOR if self.starved else _HOST_GONE
+                    raise LinkBroken(f"the store does not answer; {why}", expired=True)
         except BaseException:
             left = self._workers.pop(worker, None)  # at work still; the next request has another
             if left is not None:
@@ -151,6 +163,7 @@ class _Worker:
     def __init__(self, base: Any, name: str, on_idle: Callable[[], None]) -> None:
         self._base = base
         self._on_idle = on_idle
+        self.starved = False  # it has yet to connect, and no descriptor was left for that
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._serve, daemon=True, name=f"consensus-store-{name}"
@@ -171,10 +184,12 @@ class _Worker:
             self._thread.join(timeout=1.0)
 
     def _serve(self) -> None:
+        self.starved = has_no_descriptor()  # torch then tries on, until one is free
         try:
             store = PrefixStore("consensus", self._base.clone())
         except (RuntimeError, NotImplementedError):  # an in-process store need not be cloned
             store = PrefixStore("consensus", self._base)
+        self.starved = False
         while True:
             try:
                 request = self._requests.get(timeout=IDLE_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +12,13 @@ from consensus import _sockets, _transport
 from consensus._planning import count_key
 from consensus._store import StoreClient
 from consensus._transport import Link
-from consensus._waiting import NAMING_S, LinkBroken, Patience
+from consensus._waiting import (
+    NAMING_S,
+    NO_DESCRIPTOR,
+    LinkBroken,
+    Patience,
+    has_no_descriptor,
+)
 from consensus.vote import Ranks
 
 TRIAL_S = 30.0  # within which it must answer
@@ -67,7 +75,10 @@ def make_link(
         trial = Patience("control group trial", hard=min(TRIAL_S, patience.left))
         got = tuple(link.all_reduce_max(asked, trial))
     except (RuntimeError, OSError, ImportError, LinkBroken) as error:
-        return None, str(error)
+        reason = str(error)
+        # By its text, which gloo's errors have too, and since closing may have made room by now.
+        full = os.strerror(errno.EMFILE) in reason or has_no_descriptor()
+        return None, f"{reason}; {NO_DESCRIPTOR}" if full else reason
     if got != (size, size):
         return None, f"expected ({size}, {size}) from a MAX over int64; got {got}"
     return link, ""

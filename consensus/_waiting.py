@@ -11,7 +11,9 @@ timeout when the server is stopped, and a blocked wait locks its client.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,6 +87,18 @@ class Patience:
         if waited >= self._looks_next:
             self._looks_next = 2 * waited  # so that many ranks that wait for long ask seldom
             self.on_slice()
+
+
+NO_DESCRIPTOR = "this rank has no file descriptor left: raise its limit (ulimit -n) or close files"
+
+
+def has_no_descriptor() -> bool:
+    """Return whether this process can open nothing more; torch tells that in its log only."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
 
 
 def warn_late(patience: Patience, ranks: Ranks, seconds: float) -> None:

@@ -217,7 +217,7 @@ class LateRanks(ConsensusError):
         elif silent:
             lines = [
                 f"{phase}: the agreement broke after {seconds:.1f} s, and the job's store cannot "
-                "be asked who is missing: the process that hosts it may be stopped or gone"
+                "be asked who is missing"
             ]
         else:
             lines = [

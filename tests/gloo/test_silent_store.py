@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import Store
 
 from benchmarks._failures import Kind, Moment, Row
@@ -14,7 +18,7 @@ from benchmarks.failures import outcomes
 from consensus import _transport, control_group
 from consensus._waiting import LinkBroken
 from consensus.enclosure import scope_id
-from tests.gloo._cases import LIVENESS_S, Trained, needs_list_keys, on_ranks, wait_for
+from tests.gloo._cases import LIVENESS_S, Trained, caught, needs_list_keys, on_ranks, wait_for
 from tests.gloo.test_group_lifetime import new_keys
 
 pytestmark = pytest.mark.slow
@@ -58,6 +62,28 @@ def test_making_a_group_ends_though_gloo_waits_for_a_silent_store(
     with pytest.raises(LinkBroken, match="store does not answer"):
         _transport.make_gloo(store, "test", (0, 1), 0, seconds=1.0)
     store.released.set()
+
+
+def run_out_of_descriptors(rank: int) -> str:
+    group = control_group(timeout=1.0)
+    dist.barrier()
+    held = []
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+    text = str(caught(group.prepare))
+    for descriptor in held:  # for the report
+        os.close(descriptor)
+    return text
+
+
+def test_a_rank_without_a_descriptor_does_not_blame_the_stores_host() -> None:
+    other, full = on_ranks(run_out_of_descriptors, 2)
+    assert "rank 1 did not come" in other
+    assert "this rank has no file descriptor left: raise its limit (ulimit -n)" in full
+    assert "hosts it" not in full
 
 
 def one_comes_late(rank: int) -> list[str]:

@@ -326,3 +326,10 @@ def test_a_group_whose_data_plane_is_out_of_step_cannot_go_on(
 def test_a_rank_that_leaves_matters_more_than_where_the_data_plane_is() -> None:
     error = error_of(Decision(3, (VALUE_ERROR,), fatal=True, apart=((0, 1),)), Vote("a"))
     assert "a rank is leaving for good." in str(error)
+
+
+def test_a_silent_store_is_explained_by_the_transport_alone() -> None:
+    text = str(LateRanks("step", (), silent=True, reason="no file descriptor left"))
+    assert "the job's store cannot be asked who is missing\n" in text
+    assert text.endswith("no file descriptor left")
+    assert "hosts it" not in text

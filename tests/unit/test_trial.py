@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from consensus import _sockets
 from consensus._trial import make_link
-from consensus._waiting import LinkBroken, Patience
+from consensus._waiting import NO_DESCRIPTOR, LinkBroken, Patience
 
 
 class Answers:
@@ -46,3 +48,16 @@ def test_a_link_that_answers_otherwise_is_not_used(
     found = make_link("tcp", "a", (4, 5, 6), 5, job_store=nobody, client=nobody, patience=patience)
     assert found == (None if reason else link, reason)
     assert link.asked == [(2, 2)]  # of ranks 4 and 6 they are (1, 3) and (3, 1)
+
+
+def test_a_link_for_which_no_descriptor_is_left_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def connect(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(_sockets, "connect", connect)
+    nobody: Any = None
+    patience = Patience("making", hard=1.0)
+    found = make_link("tcp", "a", (4, 5), 5, job_store=nobody, client=nobody, patience=patience)
+    assert found[1].endswith("Too many open files; " + NO_DESCRIPTOR)
