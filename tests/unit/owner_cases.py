@@ -75,6 +75,15 @@ def rounds_of(
     return plan_rounds(every, chosen, bucket_bytes=bucket_bytes, with_rows=with_rows)
 
 
+def owners(rounds: Iterable[Round]) -> dict[int, tuple[int, int]]:
+    return {
+        position: (task.copy, task.owner)
+        for each in rounds
+        for task in each.tasks
+        for position in task.positions
+    }
+
+
 CREWS = (
     Place(()),
     ROWS_ON_TWO,
