@@ -60,6 +60,7 @@ class VotingOptimizer(Optimizer, ABC):
     #: Attributes that a copy takes along. Process groups do not pickle, so a copy derives its
     #: control group from its parameters.
     _carried: ClassVar[tuple[str, ...]] = ()
+    _settings: ClassVar[tuple[str, ...]] = ("bucket_bytes", "transport", "commit_vote")
     _rules: tuple[Rule, ...]
     #: What ranks brought to this step's vote as ranges: name -> the highest value.
     agreed: Mapping[str, float]
@@ -369,7 +370,7 @@ class VotingOptimizer(Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of."""
-        carried = {name: getattr(self, name) for name in self._carried}
+        carried = {name: getattr(self, name) for name in (*self._carried, *self._settings)}
         records = [rule.momenta.record() if rule.momenta else None for rule in self._rules]
         return {**super().__getstate__(), **carried, "records": records}
 

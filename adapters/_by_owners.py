@@ -57,8 +57,8 @@ def memory_of_rounds(lines: Iterable[Lines]) -> dict[torch.device, int]:
 
     That is 2 bytes for each element of this rank's shards, where updates come back; and, for as
     many rounds as are under way at once, the matrices that this rank owns, which are at most
-    ``bucket_bytes`` or one matrix, and its shards of what all own, which are about as much. Where
-    several axes cut, or axes copy, twice the larger of both.
+    ``bucket_bytes`` or one matrix, and its shards of what all own, which are about as much on a
+    rank with its even share of them. Where several axes cut, or axes copy, twice the larger.
     """
     found: dict[torch.device, int] = {}
     for device, some in _by_device(lines).items():

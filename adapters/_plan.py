@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral
 from typing import Protocol, TypeAlias, TypeVar
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -279,8 +280,10 @@ def check_bucket_bytes(value: int | None) -> int | None:
     Raises:
         ValueError: It is neither None nor a positive number of bytes.
     """
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, Integral) and not isinstance(value, bool) and value > 0:
+        return int(value)  # numpy's for one is no int
     raise ValueError(f"bucket_bytes must be a positive number of bytes, or None, but is: {value!r}")
 
 

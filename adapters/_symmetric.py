@@ -7,8 +7,9 @@ core of an AMD EPYC (avx512_bf16), with the other as busy, Newton-Schulz takes 0
 512 x 512, 0.92 for 512 x 2048, 0.82 for 1024 x 4096, 0.76 for 2048 x 2048.
 
 Whether a part of a product has the bits that the whole has there is up to what computes it, and a
-trial tells: at least a quarter of a million sums of which none may differ. Both have the same bits
-if they sum the same products in the same order, and then the numbers play no part.
+trial tells: of one product of each shape, a quarter of a million sums or more, none may differ. (A
+last strip may be thin, so that few of these are its own.) Both have the same bits if they sum the
+same products in the same order, and then the numbers play no part.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -221,17 +221,18 @@ def test_a_gather_that_fails_leaves_everything_as_it_was() -> None:
     assert same
 
 
-def different_buckets(rank: int) -> str:
+def with_buckets(rank: int, sizes: Sequence[Any]) -> str:
     twins = Twins.of(CASES[0])
     optimizer = Muon(named(twins.sharded))
-    optimizer.bucket_bytes = 1000 + rank
+    optimizer.bucket_bytes = sizes[rank]
     twins.set_gradients(seed=1)
     return outcome(optimizer.step)
 
 
-def test_ranks_with_different_bucket_sizes_are_told() -> None:
-    for text in run_ranks(different_buckets, 2).values():
-        assert text.startswith("Disagreement")
+@pytest.mark.parametrize("sizes", [(1000, 1001), (None, 2**21), (0, 0)], ids=str)
+def test_ranks_whose_buckets_differ_or_hold_nothing_are_told(sizes: tuple[Any, ...]) -> None:
+    for text in run_ranks(with_buckets, 2, sizes).values():
+        assert text.startswith("GroupFailure" if 0 in sizes else "Disagreement")
         assert "bucket_bytes" in text
 
 

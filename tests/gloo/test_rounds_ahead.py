@@ -49,9 +49,9 @@ Make = Callable[[], VotingOptimizer]
 
 
 @contextmanager
-def rounds_ahead(number: int) -> Iterator[None]:
+def without_a_pipeline() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_by_owners, "AHEAD", number)
+        patch.setattr(_by_owners, "AHEAD", 0)
         yield
 
 
@@ -98,13 +98,13 @@ def by_owners(named: Any, cls: Any, **options: Any) -> VotingOptimizer:
 
 def compared(make: Make) -> list[str]:
     """What is not as without a pipeline, and as without lazy exchanges."""
-    plain = trained(make)
-    with rounds_ahead(0), nothing_moves_before_it_is_waited_for() as one_by_one:
-        found = changes(plain, trained(make))
-    with rounds_ahead(1):
+    with without_a_pipeline():
+        plain = trained(make)
+        with nothing_moves_before_it_is_waited_for() as one_by_one:
+            found = changes(plain, trained(make))
+    found += changes(plain, trained(make))
+    with nothing_moves_before_it_is_waited_for() as under_way:
         found += changes(plain, trained(make))
-        with nothing_moves_before_it_is_waited_for() as under_way:
-            found += changes(plain, trained(make))
     # At the start of an exchange the parcels of the next round are still on their way, or the
     # updates of the one before.
     if (max(one_by_one), max(under_way)) != (1, 3):
@@ -193,7 +193,7 @@ def order(rank: int) -> list[str]:
 
         return wrapped
 
-    with pytest.MonkeyPatch.context() as patch, rounds_ahead(1):
+    with pytest.MonkeyPatch.context() as patch:
         for name in ("to_owners", "at_owners", "views", "from_owners", "back_from_owners"):
             patch.setattr(Courier, name, noting(name, getattr(Courier, name)))
         optimizer.step()
@@ -222,7 +222,7 @@ def every_fault(rank: int, on: Meshes) -> list[Run]:
         return by_owners(parameters(matrices_on(mesh), mesh, on[1]).items(), Muon)
 
     pair, found = Pair(make(), make()), []
-    with rounds_ahead(1), nothing_moves_before_it_is_waited_for():
+    with nothing_moves_before_it_is_waited_for():
         pair.healthy_step()
         rounds = rounds_of(pair)
         assert len(rounds) == NUM_ROUNDS

@@ -221,10 +221,12 @@ def test_a_momentum_of_another_shape_is_refused_when_it_is_loaded() -> None:
 )
 def test_a_copy_goes_on_as_the_original(copied: Any) -> None:
     optimizer = Muon(parameters(), lr=0.1, sharded_mode="approx", control_group=[])
+    optimizer.bucket_bytes, optimizer.transport, optimizer.commit_vote = 1000, "p2p", True
     set_gradients(optimizer.param_groups[0]["params"], seed=4)
     optimizer.step()
     twin = copied(optimizer)
     assert twin.sharded_mode == "approx"
+    assert (twin.bucket_bytes, twin.transport, twin.commit_vote) == (1000, "p2p", True)
     assert twin.control_group is None
     assert_twins(twin, optimizer, steps=2)
 

@@ -144,8 +144,12 @@ LAYERS = ((1024, 1024), (1024, 1024), (4096, 1024), (1024, 4096)) * 24
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 24])
 def test_in_each_round_all_owners_have_about_as_much_to_do(num_ranks: int) -> None:
-    rounds = rounds_of(Place((Cut(0, num_ranks),)), LAYERS, bucket_bytes=8 * MIB)
+    shapes = random.Random(num_ranks).sample(LAYERS, len(LAYERS))
+    rounds = rounds_of(Place((Cut(0, num_ranks),)), shapes, bucket_bytes=8 * MIB)
     assert len(rounds) > 1
+    for round_ in rounds:  # in the order in which parcels are packed and updates come back
+        firsts = [task.positions[0] for task in round_.tasks]
+        assert firsts == sorted(firsts)
     for round_ in rounds[:-1]:  # in the last are those that are left over
         work = [sum(flops(task.shape) for task in tasks) for tasks in round_.owned_by(0)]
         assert min(work) >= 0.6 * max(work) > 0

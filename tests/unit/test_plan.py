@@ -6,7 +6,9 @@ import itertools
 import math
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Shard
@@ -21,6 +23,7 @@ from adapters._plan import (
     Matrix,
     Rectangle,
     blocks,
+    check_bucket_bytes,
     cutting_order,
     piece,
     plan_buckets,
@@ -255,6 +258,23 @@ def test_buckets_are_cut_by_bytes_in_the_order_of_the_parameters() -> None:
 def test_a_matrix_above_the_limit_travels_alone() -> None:
     found = matrices((8, 8), (1, 1), (8, 8), (1, 1), layout=ROWS_ON_TWO)
     assert positions(plan_buckets(found, bucket_bytes=1)) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize(("device_type", "num_buckets"), [("cpu", 8), ("cuda", 1)])
+def test_without_a_limit_the_device_decides(device_type: str, num_buckets: int) -> None:
+    layout = Layout((0, 1), (Cut(0, 2),), (0, 1), device_type)
+    assert len(plan_buckets(matrices(*[(1024, 1024)] * 8, layout=layout))) == num_buckets
+
+
+@pytest.mark.parametrize("value", [None, 1, 2**40, np.int64(50)], ids=repr)
+def test_a_limit_is_a_positive_number_of_bytes_or_none(value: Any) -> None:
+    assert check_bucket_bytes(value) == value
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "64 MiB", np.int64(0)], ids=repr)
+def test_other_limits_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"bucket_bytes must be a positive .* but is: "):
+        check_bucket_bytes(value)
 
 
 def test_buckets_do_not_mix_layouts() -> None:
