@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from adapters import GefenMuon, Hybrid, Muon
+from adapters._muon_rule import MuonRule
 from adapters.options import ShardedMode
 from consensus.testing._threads import run_threads
 from tests.threaded.muon_cases import (
@@ -193,6 +194,24 @@ def test_neither_missing_gradients_nor_the_size_of_a_bucket_change_anything(
     for case in (CASES[1], CASES[7], CASES[10]):
         found = run_threads(in_small_rounds, case.world_size, case, bucket_bytes).values()
         assert found == ([],) * case.world_size
+
+
+def number_of_rounds(rank: int) -> list[int]:
+    twins = Twins.of(CASES[1])
+    ours, found = by_owners(named(twins.sharded)), []
+    for bucket_bytes in (1, MIB, 1, None):
+        ours.bucket_bytes = bucket_bytes
+        twins.set_gradients(seed=1)
+        ours.step()
+        (rule,) = ours._rules
+        assert isinstance(rule, MuonRule)
+        found.append(len(rule._lines))
+    return found
+
+
+def test_a_limit_that_is_set_anew_holds_from_the_next_step_on() -> None:
+    for many, one, again, default in run_threads(number_of_rounds, CASES[1].world_size).values():
+        assert many == again > one == default == 1
 
 
 # ---- models as users shard them, and bfloat16 ----
