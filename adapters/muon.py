@@ -104,7 +104,7 @@ class Muon(VotingOptimizer):
         None at construction. In ``step``, if parameters are sharded and the mode is exact: one
         agreement, then for each bucket of matrices one all_gather for each mesh axis that cuts
         them. A bucket holds up to ``bucket_bytes`` of whole matrices that have the same placement.
-        In the distributed mode it holds as much for each owner; there is one all_to_all for each
+        In the distributed mode it holds as much for each owner, and has one all_to_all for each
         axis that cuts, to the owners and back, and one more for each axis that copies; if matrices
         live on several meshes, a second agreement before anything is written.
 
