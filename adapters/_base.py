@@ -60,6 +60,7 @@ class VotingOptimizer(Optimizer, ABC):
     #: Attributes that a copy takes along. Process groups do not pickle, so a copy derives its
     #: control group from its parameters.
     _carried: ClassVar[tuple[str, ...]] = ()
+    #: The same of every optimizer: what is set after construction.
     _settings: ClassVar[tuple[str, ...]] = ("bucket_bytes", "transport", "commit_vote")
     _rules: tuple[Rule, ...]
     #: What ranks brought to this step's vote as ranges: name -> the highest value.

@@ -42,9 +42,9 @@ BYTES_PER_ELEMENT = 2  # bfloat16, the type in which a matrix travels
 # Matrices of one shape that are computed together.
 MAX_STACKABLE_NUMEL = 2**16  # of each: on CPUs larger ones are faster one by one
 MAX_STACKED_NUMEL = 2**22  # of all, which bounds the memory of a batch
-# Whole matrices that a rank puts together at a time. On CPUs less is better: the smaller a round,
-# the more of an exchange hides behind the work on others.
-DEFAULT_BUCKET_BYTES, ON_CPUS = 16 * 2**20, 2 * 2**20
+# Of whole matrices that a rank puts together at a time, as bfloat16. On CPUs less is better: the
+# smaller a round, the more of an exchange hides behind the work on others.
+BUCKET_BYTES, BUCKET_BYTES_ON_CPUS = 16 * 2**20, 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,7 +73,7 @@ class Layout:
         """Return the limit that was asked for, or what is good on this device."""
         if wanted is not None:
             return wanted
-        return ON_CPUS if self.device_type == "cpu" else DEFAULT_BUCKET_BYTES
+        return BUCKET_BYTES_ON_CPUS if self.device_type == "cpu" else BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

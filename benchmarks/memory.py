@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adapters import Muon
-from adapters._plan import ON_CPUS
+from adapters._plan import BUCKET_BYTES_ON_CPUS
 from benchmarks._common import Record, environment, markdown_table, write_results
 from consensus.testing import run_ranks
 
@@ -94,7 +94,7 @@ def bound(shapes: Shapes, num_ranks: int, bucket_bytes: int | None, mode: str) -
     are computed together: as they came, X, the next X, and two Gram matrices.
     """
     sizes = [2 * rows * cols for rows, cols in shapes]
-    bucket = max(ON_CPUS if bucket_bytes is None else bucket_bytes, *sizes)
+    bucket = max(BUCKET_BYTES_ON_CPUS if bucket_bytes is None else bucket_bytes, *sizes)
     updates = 2 * sum(-(-rows // num_ranks) * cols for rows, cols in shapes)
     batch = max(_batch_bytes(shape, shapes) for shape in shapes)
     if mode == "exact":
