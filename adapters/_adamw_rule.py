@@ -20,7 +20,7 @@ from adapters._rules import (
     gradient_of,
     group_id,
     local,
-    was_written,
+    were_written,
 )
 from adapters.options import AdamWOptions
 
@@ -53,8 +53,7 @@ class _Pending:
             maximize=False,
             **self.options,
         )
-        for member in self.members:
-            was_written(member.param)
+        were_written(member.param for member in self.members)
 
 
 class AdamWRule(Rule):

@@ -28,7 +28,7 @@ from adapters._gefen_math import (
 from adapters._momenta import Counted, Momenta, Moving, age
 from adapters._period import PeriodRules
 from adapters._reshard import Reduction, reduce_together
-from adapters._rules import Member, Owner, Rule, Write, gradient_of, local, scalar_lr, was_written
+from adapters._rules import Member, Owner, Rule, Write, gradient_of, local, scalar_lr, were_written
 from adapters._shards import Shards, read_shards
 from adapters.options import GefenOptions
 
@@ -67,7 +67,7 @@ class _Pending:
             raise AssertionError("a step computes before it writes")
         decay = 1 - scalar_lr(group) * group["weight_decay"]
         apply_(local(self.member.param), self.update, decay=decay)
-        was_written(self.member.param)
+        were_written([self.member.param])
         self.moving.commit(self.states)
         state = self.states[self.member.param]
         state["step"] = state.get("step", 0) + 1

@@ -20,7 +20,7 @@ from adapters._newton_schulz import (
     normalize_rows,
     schedule_of,
 )
-from adapters._rules import Member, group_id, local, was_written
+from adapters._rules import Member, group_id, local, were_written
 
 
 @dataclass(slots=True)
@@ -160,8 +160,7 @@ class Step:
                 param.mul_(decay)
             for param, update in moved:
                 param.add_(update, alpha=alpha)
-        for each in self.pending:
-            was_written(each.member.param)
+        were_written(each.member.param for each in self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +186,7 @@ class MaskedStep:
                 if update is not None:
                     moved.add_(update, alpha=alpha)
             self.in_graph.write_(param, moved)
-            was_written(each.member.param)
+        were_written(each.member.param for each in self.pending)
 
 
 def kind_of(member: Member) -> Kind:

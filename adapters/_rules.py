@@ -8,7 +8,7 @@ rule has computed: a step is made by all, or by none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -171,11 +171,12 @@ def group_id(group: Mapping[str, Any]) -> int:
     return id(group["params"][0])
 
 
-def was_written(param: Tensor) -> None:
-    """Tell autograd that a parameter was written through its local part."""
-    if isinstance(param, DTensor):
-        # Autograd watches the DTensor, which does not see what happens to its shard.
-        torch.autograd.graph.increment_version(param)
+def were_written(params: Iterable[Tensor]) -> None:
+    """Tell autograd that parameters were written through their local parts."""
+    # Autograd watches the DTensor, which does not see what happens to its shard.
+    sharded = [param for param in params if isinstance(param, DTensor)]
+    if sharded:  # else there is nothing that torch.compile would have to trace
+        torch.autograd.graph.increment_version(sharded)
 
 
 def spans_ranks(param: Tensor) -> bool:

@@ -4,8 +4,9 @@
 
 Every contender steps its own copy of the same sharded matrices, one after the other in each round,
 in an order that is drawn anew: what ran just before leaves its traces in caches. A step takes as
-long as it does on the slowest rank; what is compared are ratios to our distributed mode within a
-round. Times are a report and gate nothing. More ranks than cores measure scheduling.
+long as it does on the slowest rank, and the processor time of all of them; what is compared are
+ratios to our distributed mode within a round. Both are a report and gate nothing. Where ranks share
+cores, the longest step is up to the scheduler too, and the sum of processor time says what is due.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,11 +34,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from adapters import GefenMuon, Muon
+from adapters._batches import Kind, in_batches, newton_schulz_stacked, stackable
+from adapters._newton_schulz import DEFAULT_EPS, DEFAULT_SCHEDULE, newton_schulz
+from adapters._schedules import Form
 from benchmarks._common import Record, environment, markdown_table, spread, write_results
 from consensus.testing import run_ranks
 
 Named: TypeAlias = list[tuple[str, nn.Parameter]]
 Make: TypeAlias = Callable[[Named, DeviceMesh], Any]
+Times: TypeAlias = tuple[float, float]  # of one step: wall seconds, processor seconds
 
 OURS = "Muon, distributed"
 SIZES: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -58,6 +64,8 @@ def contenders() -> tuple[dict[str, Make], dict[str, str]]:
         "Muon, exact": lambda named, mesh: Muon(named, sharded_mode="exact"),
         "GefenMuon, distributed": lambda named, mesh: GefenMuon(named, sharded_mode="distributed"),
         "torch.optim.Muon on DTensors": lambda named, mesh: torch.optim.Muon(named),
+        "Newton-Schulz alone, standard form": lambda named, mesh: _Alone(named, mesh, "standard"),
+        "Newton-Schulz alone, gram form": lambda named, mesh: _Alone(named, mesh, "gram"),
     }
     missing = {}
     for name, module, make in (
@@ -73,6 +81,29 @@ def contenders() -> tuple[dict[str, Make], dict[str, str]]:
     return made, missing
 
 
+class _Alone:
+    """What is left of a step of ours without exchanges, momenta and weights: the floor."""
+
+    def __init__(self, named: Named, mesh: DeviceMesh, form: Form) -> None:
+        schedule = replace(DEFAULT_SCHEDULE, form=form)
+        its = [tuple(param.shape) for _, param in named][mesh.get_local_rank() :: mesh.size()]
+        kinds = [Kind((rows, cols), schedule, DEFAULT_EPS) for rows, cols in its]
+        together = stackable(kinds, torch.device("cpu"))
+        batches = in_batches([kind if kind in together else None for kind in kinds])
+        self._stacks = [
+            (kinds[batch[0]], torch.randn(len(batch), *kinds[batch[0]].shape).bfloat16())
+            for batch in batches
+        ]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for kind, stack in self._stacks:
+            if len(stack) > 1:
+                newton_schulz_stacked(stack, kind)
+            else:
+                newton_schulz(stack[0], kind.schedule, eps=kind.eps)
+
+
 def _gefen_x(named: Named, mesh: DeviceMesh) -> Any:
     gefen: Any = importlib.import_module("gefen")
     return gefen.GefenMuon(named, sharded_mode="distributed", fused=False)
@@ -83,12 +114,13 @@ def _dion(named: Named, mesh: DeviceMesh) -> Any:
     return dion.Muon([param for _, param in named], distributed_mesh=mesh)
 
 
-def time_steps(rank: int, size: str, rounds: int) -> dict[str, list[float] | str]:
-    """Return the seconds of each round's step on this rank, or why a contender failed."""
+def time_steps(rank: int, size: str, rounds: int) -> dict[str, list[Times]]:
+    """Return what each round's step took on this rank."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     made, _ = contenders()
-    optimizers, found = {}, {}
+    optimizers: dict[str, tuple[Any, list[nn.Parameter]]] = {}
+    found: dict[str, list[Times]] = {}
     for name, make in made.items():
         params = _parameters(size, mesh)
         named = [(f"layers.{i}.weight", param) for i, param in enumerate(params)]
@@ -102,10 +134,10 @@ def time_steps(rank: int, size: str, rounds: int) -> dict[str, list[float] | str
             for i, param in enumerate(params):  # some contenders write gradients
                 param.grad = _gradient(param, seed=1000 * number + i)
             dist.barrier()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             optimizer.step()
             if number >= 2:
-                found[name].append(time.perf_counter() - start)
+                found[name].append((time.perf_counter() - start, time.process_time() - used))
     return found
 
 
@@ -137,19 +169,27 @@ def measure(size: str, num_ranks: int, rounds: int) -> Record:
     by_rank = run_ranks(
         time_steps, num_ranks, size, rounds, timeout=TIMEOUT_S, group_timeout=TIMEOUT_S
     ).values()
-    slowest = {
-        name: [max(times) for times in zip(*(found[name] for found in by_rank), strict=True)]
-        for name in by_rank[0]
+    in_rounds = {
+        name: list(zip(*(found[name] for found in by_rank), strict=True)) for name in by_rank[0]
+    }
+    walls = {name: [max(each)[0] for each in rounds] for name, rounds in in_rounds.items()}
+    sums = {
+        name: [sum(used for _, used in each) for each in rounds]
+        for name, rounds in in_rounds.items()
     }
     return {
         name: {
-            "ms": spread([1e3 * each for each in times]),
-            "against ours": spread(
-                [its / own for its, own in zip(times, slowest[OURS], strict=True)], digits=2
-            ),
+            "ms": spread([1e3 * each for each in walls[name]]),
+            "against ours": spread(_ratios(walls[name], walls[OURS]), digits=2),
+            "processor ms": spread([1e3 * each for each in sums[name]]),
+            "processor, against ours": spread(_ratios(sums[name], sums[OURS]), digits=2),
         }
-        for name, times in slowest.items()
+        for name in in_rounds
     }
+
+
+def _ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
+    return [its / own for its, own in zip(of, to, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = ", ".join(f"{count} x {rows}x{cols}" for count, rows, cols in SIZES[size])
         rows = [_row(name, each) for name, each in found.items()]
         header = ["contender", "ms", "against ours", "quartiles"]
+        header += ["processor ms", "against ours", "quartiles"]
         sections.append(f"## {shapes}; {options.ranks} ranks\n\n{markdown_table(header, rows)}")
     where["load when ended"] = round(os.getloadavg()[0], 1)
     text = "\n\n".join(sections)
@@ -177,8 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _row(name: str, found: Record) -> list[object]:
-    ratio = found["against ours"]
-    return [name, found["ms"]["median"], ratio["median"], f"{ratio['q1']} to {ratio['q3']}"]
+    cells: list[object] = [name]
+    for times, ratios in (
+        ("ms", "against ours"),
+        ("processor ms", "processor, against ours"),
+    ):
+        ratio = found[ratios]
+        cells += [found[times]["median"], ratio["median"], f"{ratio['q1']} to {ratio['q3']}"]
+    return cells
 
 
 def _parser() -> argparse.ArgumentParser:
