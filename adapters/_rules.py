@@ -175,8 +175,7 @@ def were_written(params: Iterable[Tensor]) -> None:
     """Tell autograd that parameters were written through their local parts."""
     # Autograd watches the DTensor, which does not see what happens to its shard.
     sharded = [param for param in params if isinstance(param, DTensor)]
-    if sharded:  # else there is nothing that torch.compile would have to trace
-        torch.autograd.graph.increment_version(sharded)
+    torch.autograd.graph.increment_version(sharded)
 
 
 def spans_ranks(param: Tensor) -> bool:

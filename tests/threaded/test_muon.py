@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import consensus
-from adapters import Muon
+from adapters import Gefen, GefenMuon, Hybrid, Muon
 from adapters._newton_schulz import adjust_lr, newton_schulz
 from adapters.options import ShardedMode
 from consensus.testing._threads import run_threads
@@ -322,13 +322,21 @@ def test_a_gradient_placed_otherwise_than_its_parameter_is_refused(mode: Sharded
         assert "(Shard(dim=0), Partial(sum))" in partial
 
 
-def saved_weight(rank: int) -> str:
+WRITERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Muon": Muon,
+    "Gefen": Gefen,
+    "GefenMuon": GefenMuon,
+    "Hybrid's AdamW": lambda named: Hybrid([], named, backup="adamw"),
+}
+
+
+def saved_weight(rank: int, kind: str) -> str:
     """Step between forward and backward: autograd must not go on with the new weights."""
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(shard(torch.ones(4, 4), mesh, [Shard(0)]))
     param.grad = shard(torch.ones(4, 4), mesh, [Shard(0)])
     loss = (param * param).sum()
-    Muon([("layer", param)]).step()
+    WRITERS[kind]([("layer", param)]).step()
     try:
         torch.autograd.backward(loss)
     except RuntimeError as error:
@@ -336,8 +344,9 @@ def saved_weight(rank: int) -> str:
     return "went on"
 
 
-def test_autograd_sees_that_a_sharded_weight_was_written() -> None:
-    for text in run_threads(saved_weight, 2).values():
+@pytest.mark.parametrize("kind", WRITERS)
+def test_autograd_sees_that_a_sharded_weight_was_written(kind: str) -> None:
+    for text in run_threads(saved_weight, 2, kind).values():
         assert "modified by an inplace operation" in text
 
 

@@ -46,15 +46,15 @@ def in_two(number: int, large: float, small: float) -> Tensor:
     return torch.where(counted(128) <= number, large, small).double()
 
 
-# What rounds badly where several steps are taken from one Gram matrix: it cannot tell a singular
-# value that is 100 times smaller than another from zero.
+# In bfloat16 a Gram matrix cannot tell a singular value that is 100 times smaller than another from
+# zero. On each of these some schedule leaves its band if it takes more steps from one Gram matrix
+# than it does, such as the first four of the default.
 STEEP = {
     "1/k^2": counted(128) ** -2,
     "1/k^3": counted(128) ** -3,
     "one large": in_two(1, 1.0, 1e-2),
     "one very large": in_two(1, 1.0, 1e-3),
     "a few large": in_two(8, 1.0, 3e-2),
-    "half of them": in_two(64, 1.0, 0.0),
     "exponential": torch.exp(-counted(128) / 16),
 }
 
